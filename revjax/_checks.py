@@ -1,0 +1,344 @@
+"""Every check of what a user passes in, and its message.
+
+A message names the argument in backticks and says what was expected, what was found
+and what to do.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+
+
+def is_array(value: Any) -> bool:
+    """Says whether a value is an array (or a traced one) rather than static."""
+    return isinstance(value, (jax.Array, np.ndarray, np.generic))
+
+
+def describe(value: Any) -> str:
+    """Returns a short description, such as `float32[4, 7]`."""
+    if hasattr(value, "dtype") and hasattr(value, "shape"):
+        return f"{value.dtype}{list(value.shape)}"
+    return f"{value!r} of type {type(value).__name__}"
+
+
+def stream_dtype(dtype: Any) -> np.dtype:
+    """Checks the `dtype` of a coupling."""
+    try:
+        found = jnp.dtype(dtype)
+    except TypeError as error:
+        msg = (
+            "`dtype` must be a floating-point or complex dtype, or None to keep the "
+            f"dtype of the input. Got {dtype!r}."
+        )
+        raise TypeError(msg) from error
+    if not jnp.issubdtype(found, jnp.inexact):
+        msg = (
+            "`dtype` must be a floating-point or complex dtype, or None to keep the "
+            f"dtype of the input. Got {found}."
+        )
+        raise TypeError(msg)
+    return found
+
+
+def coupling(value: Any) -> None:
+    """Checks a coupling."""
+    if not (hasattr(value, "combine") and hasattr(value, "recover")):
+        msg = (
+            "`coupling` must be a coupling, such as `revjax.Additive()`. "
+            f"Got {value!r} of type {type(value).__name__}."
+        )
+        raise TypeError(msg)
+
+
+def mode(anchor_every: Any, between_anchors: Any, store_activations: Any) -> None:
+    """Checks the options that say how a stack is differentiated."""
+    if isinstance(anchor_every, bool) or not isinstance(anchor_every, int | np.integer):
+        msg = (
+            "`anchor_every` must be an int: 0 to invert the whole stack, or A > 0 to keep "
+            f"the streams at every A-th block. Got {describe(anchor_every)}."
+        )
+        raise TypeError(msg)
+    if anchor_every < 0:
+        msg = (
+            "`anchor_every` must not be negative: 0 inverts the whole stack, A > 0 keeps "
+            f"the streams at every A-th block. Got {anchor_every}."
+        )
+        raise ValueError(msg)
+    if between_anchors not in ("recompute", "invert"):
+        msg = (
+            "`between_anchors` must be 'recompute' or 'invert'. "
+            f"Got {between_anchors!r}."
+        )
+        raise ValueError(msg)
+    if not isinstance(store_activations, bool):
+        msg = f"`store_activations` must be a bool. Got {describe(store_activations)}."
+        raise TypeError(msg)
+
+
+def stream(x: Any, name: str) -> jax.Array:
+    """Checks an input array; returns it without a weak type."""
+    if not is_array(x) and not isinstance(x, float | complex):
+        msg = f"`{name}` must be a floating-point or complex array. Got {describe(x)}."
+        raise TypeError(msg)
+    x = jnp.asarray(x)
+    if not jnp.issubdtype(x.dtype, jnp.inexact):
+        msg = (
+            f"`{name}` must be a floating-point or complex array. Got {describe(x)}; "
+            "convert it first, for example with `.astype(jnp.float32)`."
+        )
+        raise TypeError(msg)
+    return jnp.asarray(x, x.dtype)
+
+
+def split_axis(x: Any, axis: int, dim: int | None) -> None:
+    """Checks that `x` can be split in two streams on `axis`."""
+    if not -x.ndim <= axis < x.ndim:
+        msg = (
+            f"`axis` must be an axis of the input. Got axis {axis} for {describe(x)}, "
+            f"which has {x.ndim} axes."
+        )
+        raise ValueError(msg)
+    size = x.shape[axis]
+    if dim is not None and size != dim:
+        msg = (
+            f"`x` must have size `dim` = {dim} on axis {axis}. Got size {size} for "
+            f"{describe(x)}; build the block with `dim={size}`, or pass another `axis`."
+        )
+        raise ValueError(msg)
+
+
+def even(size: int, name: str) -> None:
+    """Checks a size that is split in two."""
+    integer(size, name)
+    if size < 0 or size % 2:
+        msg = (
+            f"`{name}` must be an even number, to be split in two streams. Got {size}."
+        )
+        raise ValueError(msg)
+
+
+def branch_output(h: Any, x: Any, name: str) -> jax.Array:
+    """Checks what a branch returned for the stream `x`."""
+    if not is_array(h):
+        msg = (
+            f"{name} must return one array, of the shape of the stream that it changes, "
+            f"{describe(x)}. Got {describe(h)}."
+        )
+        raise TypeError(msg)
+    if h.shape != x.shape:
+        msg = (
+            f"{name} must return an array of the shape of the stream that it changes, "
+            f"{describe(x)}. Got {describe(h)}; a layer that changes the shape belongs "
+            "between two stacks, not in a block."
+        )
+        raise ValueError(msg)
+    if jnp.iscomplexobj(h) and not jnp.issubdtype(x.dtype, jnp.complexfloating):
+        msg = (
+            f"{name} returned {describe(h)} for a real stream, {describe(x)}. Return "
+            "real numbers, or use complex streams: `Additive(dtype=jnp.complex64)`."
+        )
+        raise TypeError(msg)
+    return jnp.asarray(h)
+
+
+def unchanged_types(before: Sequence[Any], after: Sequence[Any], name: str) -> None:
+    """Checks that shared state is of one type from block to block."""
+    for old, new in zip(before, after, strict=True):
+        if (old.shape, old.dtype) != (new.shape, new.dtype):
+            msg = (
+                f"{name} changed a variable that blocks share from {describe(old)} to "
+                f"{describe(new)}. Keep its shape and dtype, or give each block its own."
+            )
+            raise ValueError(msg)
+
+
+def same_streams(before: Any, after: Any, name: str) -> None:
+    """Checks that all couplings of a stack represent the streams alike."""
+    if before.dtype != after.dtype:
+        msg = (
+            f"`coupling` must represent the streams alike in all blocks of a stack. "
+            f"{name} has streams of {after.dtype}, the blocks before it {before.dtype}; "
+            "give all of them the same `dtype`."
+        )
+        raise ValueError(msg)
+
+
+def integer(value: Any, name: str) -> None:
+    """Checks an int."""
+    if isinstance(value, bool) or not isinstance(value, int | np.integer):
+        msg = f"`{name}` must be an int. Got {describe(value)}."
+        raise TypeError(msg)
+
+
+def depth(value: Any) -> None:
+    """Checks a number of blocks."""
+    integer(value, "depth")
+    if value < 0:
+        msg = f"`depth` must not be negative. Got {value}."
+        raise ValueError(msg)
+
+
+def rngs(value: Any, kind: type) -> None:
+    """Checks the randomness that blocks are built from."""
+    if not isinstance(value, kind):
+        msg = (
+            f"`rngs` must be an nnx.Rngs, for example `nnx.Rngs(0)`. Got "
+            f"{describe(value)}."
+        )
+        raise TypeError(msg)
+
+
+def default_branch(value: Any, name: str) -> Any:
+    """Checks that a default branch can be made; returns its randomness."""
+    if value is None:
+        msg = (
+            f"`rngs` is needed to make the default branch `{name}`. Expected an nnx.Rngs; "
+            f"got None. Pass `rngs=nnx.Rngs(0)`, or a module as `{name}`."
+        )
+        raise ValueError(msg)
+    return value
+
+
+def callable_(value: Any, name: str) -> None:
+    """Checks a branch."""
+    if not callable(value):
+        msg = f"`{name}` must be a module or a function. Got {describe(value)}."
+        raise TypeError(msg)
+
+
+def blocks(value: Any, kind: type, name: str = "blocks") -> list:
+    """Checks a list of blocks, or what `make_block` built."""
+    if isinstance(value, kind) or not isinstance(value, Iterable):
+        msg = (
+            f"`{name}` must be a list of {kind.__name__}s. Got {type(value).__name__}."
+        )
+        raise TypeError(msg)
+    value = list(value)
+    for i, block in enumerate(value):
+        if not isinstance(block, kind):
+            what = (
+                f"`{name}[{i}]` must be"
+                if name == "blocks"
+                else f"`{name}` must return"
+            )
+            msg = (
+                f"{what} a {kind.__name__}. Got {type(block).__name__}; wrap your modules: "
+                f"`{kind.__name__}(dim, F, G)`."
+            )
+            raise TypeError(msg)
+    return value
+
+
+def index(i: Any, length: int) -> int:
+    """Checks an index; returns it without a sign."""
+    integer(i, "index")
+    if not -length <= i < length:
+        msg = f"`index` must be in range({length}), the number of blocks. Got {i}."
+        raise IndexError(msg)
+    return int(i) % length
+
+
+def same_graph(before: Any, after: Any, name: str) -> None:
+    """Checks that a branch left its block's structure alone."""
+    if before != after:
+        added = sorted(map(str, set(after.paths) - set(before.paths)))
+        removed = sorted(map(str, set(before.paths) - set(after.paths)))
+        found = "Got a changed attribute that is not an array."
+        if added or removed:
+            found = f"Got added: {added or 'none'}, removed: {removed or 'none'}."
+        msg = (
+            f"{name} must change nothing but the arrays in its variables. {found} Create "
+            "every variable in the module's constructor, and count in an nnx.Variable."
+        )
+        raise ValueError(msg)
+
+
+def same_context(before: Any, after: Any, name: str) -> None:
+    """Checks that a branch left the context's structure alone."""
+    if before != after:
+        msg = (
+            f"{name} must not change the structure of its `context`. Return what it "
+            "computes, or keep it in an nnx.Variable."
+        )
+        raise ValueError(msg)
+
+
+def nothing_random(places: Any, name: str) -> None:
+    """Checks that no branch draws from RNG streams of its module in an inverse."""
+    if places:
+        msg = (
+            f"{name} draws random numbers from its module's RNG streams, which have moved "
+            "on since the call, so `inverse` cannot undo that call. Call `.eval()` on the "
+            "model first, or pass a key as context to both calls."
+        )
+        raise ValueError(msg)
+
+
+def pair(value: Any, name: str, meaning: str) -> None:
+    """Checks a pair."""
+    if not isinstance(value, tuple | list) or len(value) != 2:
+        found = describe(value)
+        if isinstance(value, tuple | list):
+            found = f"{len(value)} of them"
+        msg = f"`{name}` must be a pair {meaning}. Got {found}."
+        raise TypeError(msg)
+
+
+def leading_axis(params: Any) -> int:
+    """Returns the depth that all parameters have as their leading axis."""
+    sizes: dict[int, str] = {}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tuple(params)):
+        where = "params" + jax.tree_util.keystr(path)
+        if not is_array(leaf):
+            msg = f"`{where}` must be an array. Got {describe(leaf)}."
+            raise TypeError(msg)
+        if leaf.ndim == 0:
+            msg = (
+                f"`{where}` must have a leading axis, one entry for each block. Got "
+                f"{describe(leaf)}."
+            )
+            raise ValueError(msg)
+        sizes.setdefault(leaf.shape[0], f"{where}: {describe(leaf)}")
+    if not sizes:
+        msg = (
+            "`params` must hold at least one array, whose leading axis is the number of "
+            "blocks. Got none; for branches without parameters pass, for example, "
+            "`(jnp.arange(depth), None)`."
+        )
+        raise ValueError(msg)
+    if len(sizes) > 1:
+        msg = (
+            "`params` must agree in their leading axes, one entry for each block. Got "
+            + " and ".join(sizes.values())
+            + "."
+        )
+        raise ValueError(msg)
+    return next(iter(sizes))
+
+
+def hashable(static: Any) -> None:
+    """Checks context that is not an array."""
+    try:
+        hash(static)
+    except TypeError as error:
+        msg = (
+            "`context` must consist of arrays (and pytrees of them) and of hashable "
+            f"values, which are static. Got an unhashable one: {error}."
+        )
+        raise TypeError(msg) from error
+
+
+def nothing_traced(hoisted: Sequence[Any]) -> None:
+    """Checks that branches of a pure function close over no traced value."""
+    for value in hoisted:
+        if isinstance(value, Tracer):
+            msg = (
+                f"`f` and `g` must not close over traced values. Found {describe(value)}, "
+                "which comes from a surrounding jax.grad, jax.jit or jax.vmap; pass it as "
+                "`context`: `reversible_scan(f, g, params, streams, value)`."
+            )
+            raise ValueError(msg)

@@ -1,0 +1,343 @@
+"""Stacks: segments of blocks under one rule of differentiation.
+
+The stack's forward pass is a `lax.scan` for each segment. Its derivative is one
+`jax.custom_vjp` (`reversible`, `_reversible_fwd`, `_reversible_bwd`) that saves the final
+output and walks the blocks backwards, undoing each and pulling the cotangents through it.
+The other ways of running a stack are made of the same parts: `store_activations` is
+`stored` under ordinary autodiff, and a stack with anchors is a scan over chunks of it.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from revjax import _block, _checks
+from revjax._block import Branch, Leaves, Step, Streams, override
+from revjax._couplings import Coupling, Inverse
+
+
+@dataclasses.dataclass(frozen=True)
+class BranchSpec:
+    """A step before it is traced: which stream, by which branch and coupling."""
+
+    stream: int
+    branch: Branch
+    coupling: Coupling
+    name: str
+
+
+@dataclasses.dataclass(frozen=True)
+class SegmentSpec:
+    """A run of alike blocks before their branches are traced.
+
+    Attributes:
+      steps: The steps of one block.
+      length: The number of blocks, whose own arrays are stacked on axis 0. `None` for
+        one block whose own arrays have no such axis.
+      axis: The axis on which the input is split in streams; `None` if the streams are
+        a tuple of arrays.
+    """
+
+    steps: tuple[BranchSpec, ...]
+    length: int | None
+    axis: int | None
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Segment:
+    """A run of alike blocks, ready to run."""
+
+    steps: tuple[Step, ...]
+    length: int | None
+    axis: int | None
+
+    @property
+    def blocks(self) -> int:
+        """The number of blocks."""
+        return 1 if self.length is None else self.length
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Plan:
+    """A whole stack, ready to run: the static half of every function below.
+
+    Attributes:
+      segments: In the order in which a call runs them.
+      backwards: Whether a call runs the blocks of each segment from last to first.
+      moving: The places of the common arrays that a call changes.
+    """
+
+    segments: tuple[Segment, ...]
+    backwards: bool
+    moving: tuple[int, ...]
+
+
+def _unpack(x: Any, axis: int | None) -> Streams:
+    return tuple(x) if axis is None else tuple(jnp.split(x, 2, axis))
+
+
+def _pack(streams: Streams, axis: int | None) -> Any:
+    return streams if axis is None else jnp.concatenate(streams, axis)
+
+
+def _repack(streams: Streams, axis: int | None, new_axis: int | None) -> Streams:
+    """Splits on another axis, where neighbouring segments do not agree on it."""
+    if axis == new_axis:
+        return streams
+    return _unpack(_pack(streams, axis), new_axis)
+
+
+def loop(
+    body: Callable, carry: Any, xs: Any, length: int | None, *, backwards: bool
+) -> tuple[Any, Any]:
+    """Runs `body` once, or over the leading axis of `xs`."""
+    if length is None:
+        return body(carry, xs)
+    return lax.scan(body, carry, xs, length, reverse=backwards)
+
+
+def _advance(
+    segment: Segment, common: Leaves, keep: bool, carry: tuple, own: Leaves
+) -> tuple[tuple, tuple]:
+    """Runs one block; a body of `loop`.
+
+    Returns:
+      The streams and the common arrays that move; and the own arrays that changed, the
+      further outputs, and, to `keep`, what the replay of each branch needs: the arrays
+      that it reads and that an earlier branch has changed, as they were before it.
+    """
+    streams, moving = carry
+    streams, new_own, new_common, outputs, before = _block.forward(
+        segment.steps, own, override(common, moving), streams
+    )
+    written: frozenset[int] = frozenset()
+    replay = []
+    for step, (own_before, common_before) in zip(segment.steps, before, strict=True):
+        replay.append(
+            (
+                {i: own_before[i] for i in step.reads_own & written},
+                {i: common_before[i] for i in step.reads_common & moving.keys()},
+            )
+        )
+        written |= step.writes_own
+    changed = {i: new_own[i] for i in written}
+    moving = {i: new_common[i] for i in moving}
+    return (streams, moving), (changed, outputs, replay if keep else None)
+
+
+def _run_and_keep(
+    plan: Plan, own: Sequence[Leaves], common: Leaves, x: Any, *, keep: bool
+) -> tuple[tuple[Any, list, dict, list], list]:
+    """Runs the stack; returns the outputs of `stored`, and what the replay needs."""
+    axis = plan.segments[0].axis
+    carry = _unpack(x, axis), {i: common[i] for i in plan.moving}
+    changed, outputs, kept = [], [], []
+    for segment, leaves in zip(plan.segments, own, strict=True):
+        carry = _repack(carry[0], axis, segment.axis), carry[1]
+        axis = segment.axis
+        carry, (new_own, further, replay) = loop(
+            functools.partial(_advance, segment, common, keep),
+            carry,
+            list(leaves),
+            segment.length,
+            backwards=plan.backwards,
+        )
+        changed.append(new_own)
+        outputs.append(further)
+        kept.append(replay)
+    return (_pack(carry[0], axis), changed, carry[1], outputs), kept
+
+
+def stored(plan: Plan, own: Sequence[Leaves], common: Leaves, x: Any) -> Any:
+    """Runs the stack under ordinary autodiff.
+
+    Returns:
+      The output; for each segment its own arrays that changed, by place; the common
+      arrays that changed, by place; for each segment and step its further outputs.
+    """
+    return _run_and_keep(plan, own, common, x, keep=False)[0]
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class _Wanted:
+    """The places of the arrays that are differentiated."""
+
+    own: tuple[frozenset[int], ...]
+    common: frozenset[int]
+
+
+def _wanted(leaves: Leaves) -> frozenset[int]:
+    return frozenset(
+        i for i, p in enumerate(leaves) if p.perturbed and _block.is_inexact(p.value)
+    )
+
+
+def _live(cts: Any) -> dict[int, Array]:
+    """Returns the cotangents that are there, by place; the others are zero."""
+    items = cts.items() if isinstance(cts, dict) else enumerate(cts)
+    return {
+        i: ct
+        for i, ct in items
+        if not isinstance(ct, jax.custom_derivatives.SymbolicZero)
+        and _block.is_inexact(ct)
+    }
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def reversible(plan: Plan, own: Sequence[Leaves], common: Leaves, x: Any) -> Any:
+    """As `stored`; its derivative keeps one output and undoes the blocks."""
+    return stored(plan, own, common, x)
+
+
+def _reversible_fwd(plan: Plan, own: Any, common: Any, x: Any) -> tuple[Any, Any]:
+    wanted = _Wanted(tuple(_wanted(leaves) for leaves in own), _wanted(common))
+    own, common, x = jax.tree.map(lambda p: p.value, (own, common, x))
+    out, kept = _run_and_keep(plan, own, common, x, keep=True)
+    return out, (wanted, own, common, out[0], kept)
+
+
+def _retreat(
+    segment: Segment,
+    common: Leaves,
+    wanted_own: frozenset[int],
+    carry: tuple,
+    xs: tuple,
+) -> tuple[tuple, dict[int, Array]]:
+    """Undoes one block and pulls the cotangents through it; a body of `loop`."""
+    streams, streams_ct, common_ct = carry
+    leaves, replay, new_ct, further_ct = xs
+    before = [
+        (override(leaves, own), override(common, moving)) for own, moving in replay
+    ]
+    streams, streams_ct, own_ct, common_ct = _block.invert_and_vjp(
+        segment.steps,
+        before,
+        streams,
+        streams_ct,
+        new_ct,
+        common_ct,
+        further_ct,
+        wanted_own,
+    )
+    d_own = {
+        i: own_ct[i] if i in own_ct else jnp.zeros_like(leaves[i]) for i in wanted_own
+    }
+    return (streams, streams_ct, common_ct), d_own
+
+
+def _reversible_bwd(plan: Plan, residuals: Any, cts: Any) -> tuple[Any, Any, Any]:
+    wanted, own, common, y, kept = residuals
+    y_ct, changed_ct, moving_ct, outputs_ct = cts
+    y_ct = jax.tree.map(_instantiate, y, y_ct)
+    moving_ct = _live(moving_ct)
+    common_ct = {}
+    for i, leaf in enumerate(common):
+        if _block.is_inexact(leaf) and (i in wanted.common or i in plan.moving):
+            dtype = _block.accumulator_dtype(leaf.dtype)
+            ct = moving_ct.get(i)
+            common_ct[i] = (
+                jnp.zeros_like(leaf, dtype) if ct is None else ct.astype(dtype)
+            )
+
+    axis = plan.segments[-1].axis
+    carry = _unpack(y, axis), _unpack(y_ct, axis), common_ct
+    own_ct = []
+    for segment, leaves, replay, new_ct, further_ct, wanted_own in reversed(
+        list(
+            zip(
+                plan.segments,
+                own,
+                kept,
+                changed_ct,
+                outputs_ct,
+                wanted.own,
+                strict=True,
+            )
+        )
+    ):
+        streams, streams_ct, common_ct = carry
+        streams = _repack(streams, axis, segment.axis)
+        streams_ct = _repack(streams_ct, axis, segment.axis)
+        axis = segment.axis
+        carry, d_own = loop(
+            functools.partial(_retreat, segment, common, wanted_own),
+            (streams, streams_ct, common_ct),
+            (list(leaves), replay, _live(new_ct), [_live(cts) for cts in further_ct]),
+            segment.length,
+            backwards=not plan.backwards,
+        )
+        own_ct.append([d_own.get(i) for i in range(len(leaves))])
+    _, streams_ct, common_ct = carry
+    d_common = [
+        common_ct[i].astype(leaf.dtype) if i in wanted.common else None
+        for i, leaf in enumerate(common)
+    ]
+    return own_ct[::-1], d_common, _pack(streams_ct, axis)
+
+
+def _instantiate(primal: Array, ct: Any) -> Array:
+    if isinstance(ct, jax.custom_derivatives.SymbolicZero):
+        return jnp.zeros_like(primal)
+    return ct
+
+
+reversible.defvjp(_reversible_fwd, _reversible_bwd, symbolic_zeros=True)
+
+
+def make_plan(
+    specs: Sequence[SegmentSpec], own: Sequence[Leaves], common: Leaves, x: Any
+) -> tuple[Plan, list]:
+    """Traces the branches of a stack.
+
+    Args:
+      specs: The segments.
+      own: For each segment its blocks' own arrays.
+      common: The arrays that all blocks share.
+      x: The input, encoded.
+
+    Returns:
+      The plan, and the values that the branches close over, which follow `common` in
+      the list that the plan is run with.
+    """
+    hoisted: list = []
+    segments = []
+    for spec, leaves in zip(specs, own, strict=True):
+        streams = jax.eval_shape(functools.partial(_unpack, axis=spec.axis), x)
+        block = list(leaves)
+        if spec.length is not None:
+            block = jax.eval_shape(lambda a: [leaf[0] for leaf in a], block)
+        after, steps = list(common), []
+        for step in spec.steps:
+            traced, block, after = _block.trace_step(
+                step.branch, step.stream, step.coupling, step.name,
+                block, after, streams, hoisted,
+            )  # fmt: skip
+            _checks.unchanged_types(common, after, step.name)
+            steps.append(traced)
+        segments.append(Segment(tuple(steps), spec.length, spec.axis))
+    written = {i for s in segments for step in s.steps for i in step.writes_common}
+    return Plan(tuple(segments), False, tuple(sorted(written))), hoisted
+
+
+def inverted(plan: Plan) -> Plan:
+    """Returns the plan of the inverse, which reads variables and changes none."""
+
+    def inverted_step(step: Step) -> Step:
+        return dataclasses.replace(
+            step,
+            coupling=Inverse(step.coupling),
+            writes_own=frozenset(),
+            writes_common=frozenset(),
+        )
+
+    segments = (
+        dataclasses.replace(s, steps=tuple(map(inverted_step, reversed(s.steps))))
+        for s in reversed(plan.segments)
+    )
+    return Plan(tuple(segments), not plan.backwards, ())
