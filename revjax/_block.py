@@ -27,6 +27,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
@@ -50,7 +51,7 @@ def is_inexact(leaf: Any) -> bool:
 
 def accumulator_dtype(dtype: Any) -> Any:
     """The dtype in which cotangents of shared values are summed: at least float32."""
-    return jnp.promote_types(dtype, jnp.float32)
+    return np.promote_types(dtype, np.float32)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

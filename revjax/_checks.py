@@ -19,63 +19,98 @@ def is_array(value: Any) -> bool:
 
 
 def describe(value: Any) -> str:
-    """Returns a short description, such as `float32[4, 7]`."""
+    """Returns a description in one short line, such as `float32[4, 7]`."""
+    kind = type(value).__name__
+    if isinstance(value, type):
+        return f"the class {value.__name__}"
     if hasattr(value, "dtype") and hasattr(value, "shape"):
-        return f"{value.dtype}{list(value.shape)}"
-    return f"{value!r} of type {type(value).__name__}"
+        text = f"{value.dtype}{list(value.shape)}"
+        plain = is_array(value) or isinstance(value, jax.ShapeDtypeStruct)
+        return text if plain else f"{text} of type {kind}"
+    if isinstance(value, tuple | list | dict | set):
+        return f"a {kind} of length {len(value)}"
+    text = repr(value)
+    if "\n" in text or " at 0x" in text or len(text) > 60:
+        return f"an object of type {kind}"
+    return f"{text} of type {kind}"
+
+
+def is_number(dtype: Any) -> bool:
+    """Says whether values of a dtype can be added: neither a key nor an object."""
+    return jnp.issubdtype(dtype, np.number) or dtype == np.bool_
 
 
 def stream_dtype(dtype: Any) -> np.dtype:
     """Checks the `dtype` of a coupling."""
     try:
         found = jnp.dtype(dtype)
-    except TypeError as error:
+    except TypeError:
+        found = None
+    if found is None or not jnp.issubdtype(found, jnp.inexact):
         msg = (
             "`dtype` must be a floating-point or complex dtype, or None to keep the "
-            f"dtype of the input. Got {dtype!r}."
-        )
-        raise TypeError(msg) from error
-    if not jnp.issubdtype(found, jnp.inexact):
-        msg = (
-            "`dtype` must be a floating-point or complex dtype, or None to keep the "
-            f"dtype of the input. Got {found}."
+            f"dtype of the input. Got {found or repr(dtype)}."
         )
         raise TypeError(msg)
     return found
 
 
-def coupling(value: Any) -> None:
-    """Checks a coupling."""
-    if not (hasattr(value, "combine") and hasattr(value, "recover")):
+def encodable(x: Any, dtype: Any) -> None:
+    """Checks that a coupling's dtype loses no imaginary part."""
+    if jnp.iscomplexobj(x) and not jnp.issubdtype(dtype, jnp.complexfloating):
         msg = (
-            "`coupling` must be a coupling, such as `revjax.Additive()`. "
-            f"Got {value!r} of type {type(value).__name__}."
+            f"`dtype` of the coupling, {dtype}, cannot hold {describe(x)}: the "
+            "imaginary part would be lost. Use `Additive(dtype=jnp.complex64)`, or "
+            "pass `x.real`."
         )
         raise TypeError(msg)
+
+
+def coupling(value: Any) -> None:
+    """Checks a coupling."""
+    methods = ("encode", "combine", "recover", "pullback")
+    if isinstance(value, type) or not all(hasattr(value, name) for name in methods):
+        msg = (
+            "`coupling` must be a coupling, such as `revjax.Additive()`. "
+            f"Got {describe(value)}."
+        )
+        raise TypeError(msg)
+    try:
+        hash(value)
+    except TypeError as error:
+        msg = (
+            "`coupling` must be hashable, since it is static. Got "
+            f"{describe(value)}; make its class a frozen dataclass without arrays."
+        )
+        raise TypeError(msg) from error
 
 
 def mode(anchor_every: Any, between_anchors: Any, store_activations: Any) -> None:
     """Checks the options that say how a stack is differentiated."""
     if isinstance(anchor_every, bool) or not isinstance(anchor_every, int | np.integer):
         msg = (
-            "`anchor_every` must be an int: 0 to invert the whole stack, or A > 0 to keep "
-            f"the streams at every A-th block. Got {describe(anchor_every)}."
+            "`anchor_every` must be an int: 0 to invert the whole stack, or A > 0 to "
+            f"keep the streams at every A-th block. Got {describe(anchor_every)}."
         )
         raise TypeError(msg)
     if anchor_every < 0:
         msg = (
-            "`anchor_every` must not be negative: 0 inverts the whole stack, A > 0 keeps "
-            f"the streams at every A-th block. Got {anchor_every}."
+            "`anchor_every` must not be negative: 0 inverts the whole stack, A > 0 "
+            f"keeps the streams at every A-th block. Got {anchor_every}."
         )
         raise ValueError(msg)
-    if between_anchors not in ("recompute", "invert"):
+    names = ("recompute", "invert")
+    if not isinstance(between_anchors, str) or between_anchors not in names:
         msg = (
             "`between_anchors` must be 'recompute' or 'invert'. "
-            f"Got {between_anchors!r}."
+            f"Got {describe(between_anchors)}."
         )
         raise ValueError(msg)
     if not isinstance(store_activations, bool):
-        msg = f"`store_activations` must be a bool. Got {describe(store_activations)}."
+        msg = (
+            "`store_activations` must be a bool, True or False. Got "
+            f"{describe(store_activations)}."
+        )
         raise TypeError(msg)
 
 
@@ -84,13 +119,14 @@ def stream(x: Any, name: str) -> jax.Array:
     if not is_array(x) and not isinstance(x, float | complex):
         msg = f"`{name}` must be a floating-point or complex array. Got {describe(x)}."
         raise TypeError(msg)
-    x = jnp.asarray(x)
-    if not jnp.issubdtype(x.dtype, jnp.inexact):
+    if is_array(x) and not jnp.issubdtype(x.dtype, jnp.inexact):
+        hint = "; convert it first, for example with `.astype(jnp.float32)`"
         msg = (
-            f"`{name}` must be a floating-point or complex array. Got {describe(x)}; "
-            "convert it first, for example with `.astype(jnp.float32)`."
+            f"`{name}` must be a floating-point or complex array. Got {describe(x)}"
+            f"{hint if is_number(x.dtype) else ''}."
         )
         raise TypeError(msg)
+    x = jnp.asarray(x)
     return jnp.asarray(x, x.dtype)
 
 
@@ -106,7 +142,7 @@ def split_axis(x: Any, axis: int, dim: int | None) -> None:
     if dim is not None and size != dim:
         msg = (
             f"`x` must have size `dim` = {dim} on axis {axis}. Got size {size} for "
-            f"{describe(x)}; build the block with `dim={size}`, or pass another `axis`."
+            f"{describe(x)}; build the block with `dim={size}`, or another `axis`."
         )
         raise ValueError(msg)
 
@@ -123,10 +159,10 @@ def even(size: int, name: str) -> None:
 
 def branch_output(h: Any, x: Any, name: str) -> jax.Array:
     """Checks what a branch returned for the stream `x`."""
-    if not is_array(h):
+    if not is_array(h) or not is_number(h.dtype):
         msg = (
-            f"{name} must return one array, of the shape of the stream that it changes, "
-            f"{describe(x)}. Got {describe(h)}."
+            f"{name} must return one array of numbers, of the shape of the stream that "
+            f"it changes, {describe(x)}. Got {describe(h)}."
         )
         raise TypeError(msg)
     if h.shape != x.shape:
@@ -151,7 +187,8 @@ def unchanged_types(before: Sequence[Any], after: Sequence[Any], name: str) -> N
         if (old.shape, old.dtype) != (new.shape, new.dtype):
             msg = (
                 f"{name} changed a variable that blocks share from {describe(old)} to "
-                f"{describe(new)}. Keep its shape and dtype, or give each block its own."
+                f"{describe(new)}. Keep its shape and dtype, or give each block its "
+                "own."
             )
             raise ValueError(msg)
 
@@ -160,9 +197,9 @@ def same_streams(before: Any, after: Any, name: str) -> None:
     """Checks that all couplings of a stack represent the streams alike."""
     if before.dtype != after.dtype:
         msg = (
-            f"`coupling` must represent the streams alike in all blocks of a stack. "
-            f"{name} has streams of {after.dtype}, the blocks before it {before.dtype}; "
-            "give all of them the same `dtype`."
+            "`coupling` must represent the streams alike in all blocks of a stack. "
+            f"{name} has streams of {after.dtype}, the blocks before it "
+            f"{before.dtype}; give all of them the same `dtype`."
         )
         raise ValueError(msg)
 
@@ -182,6 +219,16 @@ def depth(value: Any) -> None:
         raise ValueError(msg)
 
 
+def maker(value: Any) -> None:
+    """Checks what builds the blocks of a stack."""
+    if not callable(value):
+        msg = (
+            "`make_block` must be a function that builds a block from an nnx.Rngs. Got "
+            f"{describe(value)}."
+        )
+        raise TypeError(msg)
+
+
 def rngs(value: Any, kind: type) -> None:
     """Checks the randomness that blocks are built from."""
     if not isinstance(value, kind):
@@ -196,8 +243,8 @@ def default_branch(value: Any, name: str) -> Any:
     """Checks that a default branch can be made; returns its randomness."""
     if value is None:
         msg = (
-            f"`rngs` is needed to make the default branch `{name}`. Expected an nnx.Rngs; "
-            f"got None. Pass `rngs=nnx.Rngs(0)`, or a module as `{name}`."
+            f"`rngs` is needed to make the default branch `{name}`. Expected an "
+            f"nnx.Rngs; got None. Pass `rngs=nnx.Rngs(0)`, or a module as `{name}`."
         )
         raise ValueError(msg)
     return value
@@ -205,7 +252,7 @@ def default_branch(value: Any, name: str) -> Any:
 
 def callable_(value: Any, name: str) -> None:
     """Checks a branch."""
-    if not callable(value):
+    if isinstance(value, type) or not callable(value):
         msg = f"`{name}` must be a module or a function. Got {describe(value)}."
         raise TypeError(msg)
 
@@ -214,7 +261,8 @@ def blocks(value: Any, kind: type, name: str = "blocks") -> list:
     """Checks a list of blocks, or what `make_block` built."""
     if isinstance(value, kind) or not isinstance(value, Iterable):
         msg = (
-            f"`{name}` must be a list of {kind.__name__}s. Got {type(value).__name__}."
+            f"`{name}` must be a list of {kind.__name__}s. Got {describe(value)}; pass "
+            "`[block]` for a single block."
         )
         raise TypeError(msg)
     value = list(value)
@@ -226,7 +274,7 @@ def blocks(value: Any, kind: type, name: str = "blocks") -> list:
                 else f"`{name}` must return"
             )
             msg = (
-                f"{what} a {kind.__name__}. Got {type(block).__name__}; wrap your modules: "
+                f"{what} a {kind.__name__}. Got {describe(block)}; wrap your modules: "
                 f"`{kind.__name__}(dim, F, G)`."
             )
             raise TypeError(msg)
@@ -237,7 +285,10 @@ def index(i: Any, length: int) -> int:
     """Checks an index; returns it without a sign."""
     integer(i, "index")
     if not -length <= i < length:
-        msg = f"`index` must be in range({length}), the number of blocks. Got {i}."
+        msg = (
+            f"`index` must be at least {-length} and less than {length}, the number of "
+            f"blocks. Got {i}."
+        )
         raise IndexError(msg)
     return int(i) % length
 
@@ -245,14 +296,16 @@ def index(i: Any, length: int) -> int:
 def same_graph(before: Any, after: Any, name: str) -> None:
     """Checks that a branch left its block's structure alone."""
     if before != after:
-        added = sorted(map(str, set(after.paths) - set(before.paths)))
-        removed = sorted(map(str, set(before.paths) - set(after.paths)))
-        found = "Got a changed attribute that is not an array."
-        if added or removed:
-            found = f"Got added: {added or 'none'}, removed: {removed or 'none'}."
+        changes = []
+        for what, more, less in (("new", after, before), ("lost", before, after)):
+            paths = set(more.paths) - set(less.paths)
+            names = sorted(".".join(map(str, path)) for path in paths)
+            changes += [f"{what} {key}" for key in names]
+        found = ", ".join(changes) or "a changed attribute that is not an array"
         msg = (
-            f"{name} must change nothing but the arrays in its variables. {found} Create "
-            "every variable in the module's constructor, and count in an nnx.Variable."
+            f"{name} must change nothing but the arrays in its variables. Got {found}. "
+            "Create every variable in the module's constructor, and count in an "
+            "nnx.Variable."
         )
         raise ValueError(msg)
 
@@ -267,13 +320,13 @@ def same_context(before: Any, after: Any, name: str) -> None:
         raise ValueError(msg)
 
 
-def nothing_random(places: Any, name: str) -> None:
-    """Checks that no branch draws from RNG streams of its module in an inverse."""
-    if places:
+def nothing_random(same: Iterable[bool], name: str) -> None:
+    """Checks that no branch draws from RNG streams, given which stayed the same."""
+    if not all(same):
         msg = (
-            f"{name} draws random numbers from its module's RNG streams, which have moved "
-            "on since the call, so `inverse` cannot undo that call. Call `.eval()` on the "
-            "model first, or pass a key as context to both calls."
+            f"{name} draws random numbers from RNG streams, which move on in each "
+            "call, so `inverse` cannot undo a call. Call `.eval()` on the model first, "
+            "or pass a key as context to both calls."
         )
         raise ValueError(msg)
 
@@ -281,10 +334,7 @@ def nothing_random(places: Any, name: str) -> None:
 def pair(value: Any, name: str, meaning: str) -> None:
     """Checks a pair."""
     if not isinstance(value, tuple | list) or len(value) != 2:
-        found = describe(value)
-        if isinstance(value, tuple | list):
-            found = f"{len(value)} of them"
-        msg = f"`{name}` must be a pair {meaning}. Got {found}."
+        msg = f"`{name}` must be a pair {meaning}. Got {describe(value)}."
         raise TypeError(msg)
 
 
@@ -305,8 +355,8 @@ def leading_axis(params: Any) -> int:
         sizes.setdefault(leaf.shape[0], f"{where}: {describe(leaf)}")
     if not sizes:
         msg = (
-            "`params` must hold at least one array, whose leading axis is the number of "
-            "blocks. Got none; for branches without parameters pass, for example, "
+            "`params` must hold at least one array, whose leading axis is the number "
+            "of blocks. Got none; for branches without parameters pass, for example, "
             "`(jnp.arange(depth), None)`."
         )
         raise ValueError(msg)
@@ -337,8 +387,9 @@ def nothing_traced(hoisted: Sequence[Any]) -> None:
     for value in hoisted:
         if isinstance(value, Tracer):
             msg = (
-                f"`f` and `g` must not close over traced values. Found {describe(value)}, "
-                "which comes from a surrounding jax.grad, jax.jit or jax.vmap; pass it as "
-                "`context`: `reversible_scan(f, g, params, streams, value)`."
+                "`f` and `g` must not close over traced values. Found "
+                f"{describe(value)}, which comes from a surrounding jax.grad, jax.jit "
+                "or jax.vmap; pass it as `context`: `reversible_scan(f, g, params, "
+                "streams, value)`."
             )
             raise ValueError(msg)

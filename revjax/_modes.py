@@ -1,4 +1,4 @@
-"""The ways of running a stack: what is kept of the forward pass, and what is done again.
+"""The ways of running a stack: what the forward pass keeps, and what is done again.
 
 They are all made of the two ways of `_stack`: to keep the activations, and to
 keep one output and undo the blocks. A stack with anchors is a scan over chunks

@@ -88,9 +88,9 @@ class ReversibleCouplingBlock(nnx.Module):
 
     def _branch(self, name: str, branch: Any, rngs: nnx.Rngs | None) -> Any:
         if branch is None:
-            rngs = _checks.default_branch(rngs, name)
+            given = _checks.default_branch(rngs, name)
             half = self.dim // 2
-            return nnx.Linear(half, half, use_bias=False, rngs=rngs)
+            return nnx.Linear(half, half, use_bias=False, rngs=given)
         _checks.callable_(branch, name)
         return branch
 
@@ -103,11 +103,11 @@ class ReversibleCouplingBlock(nnx.Module):
         )
 
     def f(self, x: Array, *context: Any, **kwargs: Any) -> Array:
-        """Returns what changes the first stream, given the second; may be overridden."""
+        """Returns what changes the first stream, given the second; may be rewritten."""
         return self.F(x, *context, **kwargs)
 
     def g(self, x: Array, *context: Any, **kwargs: Any) -> Array:
-        """Returns what changes the second stream, given the first; may be overridden."""
+        """Returns what changes the second stream, given the first; may be rewritten."""
         return self.G(x, *context, **kwargs)
 
     def __call__(self, x: Array, *context: Any, **kwargs: Any) -> Array:
@@ -115,9 +115,9 @@ class ReversibleCouplingBlock(nnx.Module):
 
         Args:
           x: The input, `[..., dim, ...]`, floating-point or complex.
-          *context: Further arguments of the branches: arrays, which receive gradients if
-            they are floating-point; pytrees of them; NNX modules such as `nnx.Rngs`, which
-            are updated; anything else is static.
+          *context: Further arguments of the branches: arrays, which receive gradients
+            if they are floating-point; pytrees of them; NNX modules such as `nnx.Rngs`,
+            which are updated; anything else is static.
           **kwargs: The same, by keyword.
 
         Returns:
@@ -137,8 +137,8 @@ class ReversibleCouplingBlock(nnx.Module):
           The input, up to rounding. No variable changes.
 
         Raises:
-          ValueError: If a branch draws random numbers from the module's own RNG streams,
-            which have moved on since the call.
+          ValueError: If a branch draws random numbers from the module's own RNG
+            streams, which have moved on since the call.
         """
         return call([Segment(self)], Mode(), y, context, kwargs, inverse=True)
 
@@ -217,14 +217,15 @@ class ReversibleSequence(nnx.Module):
         activations for the moment (`jax.checkpoint`; no drift, memory of depth / A
         anchors and A blocks). `"invert"` undoes the chunk from the next
         anchor, so that rounding errors build up over at most A blocks.
-      store_activations: Ordinary autodiff, whatever `anchor_every` is: for forward mode,
-        debugging, comparison.
+      store_activations: Ordinary autodiff, whatever `anchor_every` is: for forward
+        mode, debugging, comparison.
 
     Raises:
       TypeError: If one of `blocks` is not a reversible block, or an option is of the
         wrong type; at a call, as `ReversibleCouplingBlock`.
-      ValueError: If an option has a wrong value; at a call, as `ReversibleCouplingBlock`,
-        or if the blocks do not agree on the dtype of the streams.
+      ValueError: If an option has a wrong value; at a call, as
+        `ReversibleCouplingBlock`, or if the blocks do not agree on the dtype of the
+        streams.
 
     Example:
       >>> import jax.numpy as jnp
@@ -311,12 +312,11 @@ class ReversibleSequence(nnx.Module):
 
     def __getitem__(self, i: int) -> ReversibleCouplingBlock:
         """Returns a copy of block `i`: changing it does not change the stack."""
-        i = _checks.index(i, len(self))
-        for segment in self.segments:
-            if i < len(segment):
-                return segment[i]
-            i -= len(segment)
-        raise AssertionError
+        places = [
+            (segment, k) for segment in self.segments for k in range(len(segment))
+        ]
+        segment, k = places[_checks.index(i, len(places))]
+        return segment[k]
 
     def __call__(self, x: Array, *context: Any, **kwargs: Any) -> Array:
         """Runs the blocks in order; arguments as in `ReversibleCouplingBlock`."""

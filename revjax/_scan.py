@@ -77,8 +77,8 @@ def reversible_scan(
 
     $$y_1 = x_1 + f(\theta_{f,i}, x_2), \qquad y_2 = x_2 + g(\theta_{g,i}, y_1),$$
 
-    (`+` stands for the coupling) and the next block takes $(y_1, y_2)$. For the backward
-    pass only the last output is kept: going back, $x_2 = y_2 - g(y_1)$ and
+    (`+` stands for the coupling) and the next block takes $(y_1, y_2)$. For the
+    backward pass only the last output is kept: going back, $x_2 = y_2 - g(y_1)$ and
     $x_1 = y_1 - f(x_2)$, and each evaluation of $f$ and $g$ gives their derivative
     too. So the activation memory does not depend on the depth, and a training step
     costs what `jax.checkpoint` around each block costs.
@@ -95,25 +95,25 @@ def reversible_scan(
         (floating-point ones receive the sum of their gradients over the blocks) and
         pytrees of them; anything else is static and must be hashable.
       coupling: The law by which a stream changes.
-      anchor_every: 0 keeps the output alone. `A > 0` keeps the streams at every A-th block.
-        It need not divide the depth.
+      anchor_every: 0 keeps the output alone. `A > 0` keeps the streams at every A-th
+        block. It need not divide the depth.
       between_anchors: `"recompute"` runs each chunk again from its anchor and keeps
         its activations for the moment (`jax.checkpoint`; memory of depth / A anchors
         and A blocks, no drift); `"invert"` undoes the chunk from the next
         anchor, so that rounding errors build up over at most A blocks.
-      store_activations: Ordinary autodiff, whatever `anchor_every` is: for forward mode,
-        debugging, comparison.
+      store_activations: Ordinary autodiff, whatever `anchor_every` is: for forward
+        mode, debugging, comparison.
 
     Returns:
       The pair `(y1, y2)`, of the shapes of `streams`, in the dtype of the coupling's
       streams.
 
     Raises:
-      TypeError: If `streams` is not a pair of floating-point or complex arrays, if a branch
-        returns no array, if an option is of the wrong type, or if static
+      TypeError: If `streams` is not a pair of floating-point or complex arrays, if a
+        branch returns no array, if an option is of the wrong type, or if static
         context is not hashable.
-      ValueError: If a branch changes the shape of its stream, if leading axes of `params`
-        disagree or are missing, if an option has a wrong value, or if a
+      ValueError: If a branch changes the shape of its stream, if leading axes of
+        `params` disagree or are missing, if an option has a wrong value, or if a
         branch closes over a traced value.
 
     Example:
@@ -136,6 +136,8 @@ def reversible_scan(
     _checks.pair(streams, "streams", "(x1, x2)")
     depth = _checks.leading_axis(params)
     x1, x2 = (coupling.encode(_checks.stream(x, "streams")) for x in streams)
+    if not depth:
+        return x1, x2
     arrays, rest = _partition(context)
     return _scan(
         f, g, tuple(params), (x1, x2), arrays,

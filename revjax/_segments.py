@@ -2,7 +2,7 @@
 
 Only sorting is done here. Alike blocks are stacked to a segment; at a call, a segment's
 variables become the `own` and `common` arrays of the core, and so does the context; and
-what the branches changed is written back. The mathematics and the memory are the core's.
+what the branches changed is written back. Mathematics and memory are the core's.
 """
 
 import collections
@@ -61,7 +61,10 @@ class _Parts:
     @property
     def frame(self) -> "_Frame":
         """The static half."""
-        return _Frame(self.graphdef, self.paths, jax.tree.structure(self.nodes))
+        owners = [node for node in self.nodes for _ in jax.tree.leaves(node)]
+        random = (i for i, n in enumerate(owners) if isinstance(n, nnx.RngState))
+        structure = jax.tree.structure(self.nodes)
+        return _Frame(self.graphdef, self.paths, structure, frozenset(random))
 
     def write(self, target: Any, new: Mapping[int, Array]) -> None:
         """Updates the variables of `target` whose arrays, by place, are new."""
@@ -76,11 +79,18 @@ class _Parts:
 
 @dataclasses.dataclass(frozen=True)
 class _Frame:
-    """The static half of a module or of a call's context; hashable."""
+    """The static half of a module or of a call's context; hashable.
+
+    Attributes:
+      graphdef, paths: As in `_Parts`.
+      structure: The structure of the nodes, over their arrays.
+      random: The places of the arrays of RNG streams.
+    """
 
     graphdef: Any
     paths: tuple[Path, ...]
     structure: Any
+    random: frozenset[int]
 
     def fill(self, leaves: Sequence[Any]) -> Any:
         """Returns such a module that holds `leaves`, in variables of its own."""
@@ -94,8 +104,8 @@ class Segment(nnx.Module):
     """A run of alike blocks in a `ReversibleSequence`.
 
     Attributes:
-      block: For one block, that block. For a run, a block whose variables have a leading
-        axis of size `depth`, one entry for each block of the run.
+      block: For one block, that block. For a run, a block whose variables have a
+        leading axis of size `depth`, one entry for each block of the run.
       depth: The number of blocks, or `None` for one block without such an axis.
       shared: The paths of variables in `block` that do not have the axis, because all
         blocks of the run share them.
@@ -137,7 +147,7 @@ def stack_alike(blocks: Sequence[Any]) -> list[Segment]:
     ]
 
     def shared(a: int, b: int) -> list[bool] | None:
-        """Says which variables two blocks share, or `None` if they cannot be stacked."""
+        """Says which variables two blocks share; `None` if they cannot be stacked."""
         if keys[a] != keys[b]:
             return None
         pairs = list(zip(parts[a].nodes, parts[b].nodes, strict=True))
@@ -150,7 +160,7 @@ def stack_alike(blocks: Sequence[Any]) -> list[Segment]:
     while start < len(blocks):
         stop = start + 1
         pattern = shared(start, stop) if stop < len(blocks) else None
-        while stop < len(blocks) and pattern and shared(start, stop) == pattern:
+        while stop < len(blocks) and shared(start, stop) == pattern is not None:
             stop += 1
         if pattern is None:
             segments.append(Segment(blocks[start]))
@@ -178,26 +188,29 @@ def born_stacked(make_block: Callable, depth: int, rngs: nnx.Rngs) -> Segment:
         return _Parts.of(make_block(keys.frame.fill(leaves)))
 
     # An object that two blocks, built apart, have in common comes from outside.
-    outside: list = []
-    jax.eval_shape(
-        jax.vmap(lambda leaves: outside.extend(make(leaves).nodes)), keys.leaves
-    )
-    built: list[_Parts] = []
+    pattern: list[bool] = []
+
+    def probe(leaves: list) -> None:
+        one, other = make(leaves).nodes, make(leaves).nodes
+        pattern.extend(m is n for m, n in zip(one, other, strict=True))
+
+    jax.eval_shape(jax.vmap(probe), keys.leaves)
+    static: list[_Parts] = []
 
     def build(leaves: list) -> list:
-        built.append(make(leaves))
-        return [None if is_shared(node) else node for node in built[0].nodes]
-
-    def is_shared(node: Any) -> bool:
-        return any(node is other for other in outside)
+        parts = make(leaves)
+        nodes = list(zip(parts.nodes, pattern, strict=True))
+        # What leaves this function by another way than `return` must not be traced.
+        outside = [node if is_shared else None for node, is_shared in nodes]
+        static.append(dataclasses.replace(parts, nodes=outside))
+        return [None if is_shared else node for node, is_shared in nodes]
 
     own = jax.vmap(build)(keys.leaves)
-    (parts,) = built
+    (parts,) = static
     nodes = [
         old if new is None else new for old, new in zip(parts.nodes, own, strict=True)
     ]
-    paths = [path for path, new in zip(parts.paths, own, strict=True) if new is None]
-    return Segment(parts.build(nodes), depth, paths)
+    return Segment(parts.build(nodes), depth, itertools.compress(parts.paths, pattern))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -209,7 +222,6 @@ class _SegmentFrame:
       length: The number of blocks, as in `SegmentSpec`.
       places: For each array of the block, its place among the common arrays, or `None`
         if it is the blocks' own.
-      random: The places in the block of the arrays of its RNG streams.
       axis, dim, coupling: The block's.
       names: What messages call the branches.
     """
@@ -217,7 +229,6 @@ class _SegmentFrame:
     block: _Frame
     length: int | None
     places: tuple[int | None, ...]
-    random: frozenset[int]
     axis: int
     dim: int
     coupling: Coupling
@@ -251,8 +262,11 @@ def _branch(
         _checks.same_graph(segment.block, block.frame, name)
         _checks.same_context(context, given.frame, name)
         if inverse:
-            new = {i for i, leaf in enumerate(block.leaves) if leaf is not leaves[i]}
-            _checks.nothing_random(new & segment.random, name)
+            for frame, old, new in (
+                (segment.block, leaves, block.leaves),
+                (context, common[before:], given.leaves),
+            ):
+                _checks.nothing_random([old[i] is new[i] for i in frame.random], name)
         new_common = override(
             [*common[:before], *given.leaves],
             {
@@ -322,11 +336,8 @@ def call(
     own, frames, first = [], [], 0
     for segment, parts in zip(segments, blocks, strict=True):
         places: list[int | None] = []
-        random: set[int] = set()
         for path, node in zip(parts.paths, parts.nodes, strict=True):
             leaves = jax.tree.leaves(node)
-            if isinstance(node, nnx.RngState):
-                random.update(range(len(places), len(places) + len(leaves)))
             if path not in segment.shared and uses[id(node)] == 1:
                 places += [None] * len(leaves)
                 continue
@@ -341,7 +352,6 @@ def call(
                 block=parts.frame,
                 length=segment.depth,
                 places=tuple(places),
-                random=frozenset(random),
                 axis=block.axis,
                 dim=block.dim,
                 coupling=block.coupling,

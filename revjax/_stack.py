@@ -1,8 +1,9 @@
 """Stacks: segments of blocks under one rule of differentiation.
 
 The stack's forward pass is a `lax.scan` for each segment. Its derivative is one
-`jax.custom_vjp` (`reversible`, `_reversible_fwd`, `_reversible_bwd`) that saves the final
-output and walks the blocks backwards, undoing each and pulling the cotangents through it.
+`jax.custom_vjp` (`reversible`, `_reversible_fwd`, `_reversible_bwd`) that saves the
+final output and walks the blocks backwards, undoing each and pulling the cotangents
+through it.
 The other ways of running a stack are made of the same parts: `store_activations` is
 `stored` under ordinary autodiff, and a stack with anchors is a scan over chunks of it.
 """
@@ -248,19 +249,10 @@ def _reversible_bwd(plan: Plan, residuals: Any, cts: Any) -> tuple[Any, Any, Any
     axis = plan.segments[-1].axis
     carry = _unpack(y, axis), _unpack(y_ct, axis), common_ct
     own_ct = []
-    for segment, leaves, replay, new_ct, further_ct, wanted_own in reversed(
-        list(
-            zip(
-                plan.segments,
-                own,
-                kept,
-                changed_ct,
-                outputs_ct,
-                wanted.own,
-                strict=True,
-            )
-        )
-    ):
+    rows = zip(
+        plan.segments, own, kept, changed_ct, outputs_ct, wanted.own, strict=True
+    )
+    for segment, leaves, replay, new_ct, further_ct, wanted_own in list(rows)[::-1]:
         streams, streams_ct, common_ct = carry
         streams = _repack(streams, axis, segment.axis)
         streams_ct = _repack(streams_ct, axis, segment.axis)

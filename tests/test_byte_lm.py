@@ -1,11 +1,14 @@
 import csv
+import dataclasses
 import functools
+import hashlib
 import json
 import math
 import os
 import pathlib
 import signal
 import sysconfig
+from typing import Any
 
 import jax
 import numpy as np
@@ -18,16 +21,15 @@ import byte_options
 import byte_report
 from transformer import Transformer, TransformerConfig, generate
 
-TINY_MODEL = {"depth": 2, "width": 16, "heads": 2, "context": 8}
-TINY = TINY_MODEL | {"batch": 2}
+TINY_MODEL: dict[str, Any] = {"depth": 2, "width": 16, "heads": 2, "context": 8}
+TINY: dict[str, Any] = TINY_MODEL | {"batch": 2}
 FLAGS = [f"--{name}={value}" for name, value in TINY.items()]
 TEXT = pathlib.Path(byte_lm.__file__).read_bytes()
 STEPS, STOPPED = 7, 3  # of the run below, and of its twin that Ctrl-C stops
 CLOCKS = ("seconds", "bytes_per_second")
-
-
-# One worker makes the runs that these tests look at (with pytest-xdist's loadgroup).
-whole_runs = pytest.mark.xdist_group("byte_lm_runs")
+SCRATCH = {
+    mode: {2: 2**20, 8: 2**22} for mode in ("reversible", "checkpoint", "stored")
+}
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -63,39 +65,21 @@ def data(tmp_path_factory):
     return path
 
 
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory, data):
-    """An uninterrupted run, and one that Ctrl-C stopped and that was then resumed."""
-    folder = tmp_path_factory.mktemp("runs")
-    argv = [*FLAGS, f"--data={data}", f"--steps={STEPS}", "--dropout=0.1"]
-    argv += ["--eval-every=2", "--sample-length=20"]
-    batch_at, usual = byte_data.batch_at, signal.getsignal(signal.SIGINT)
-
-    def press_ctrl_c(text, seed, step, *sizes):
-        if step == STOPPED - 1:
-            signal.raise_signal(signal.SIGINT)
-        return batch_at(text, seed, step, *sizes)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(byte_report, "scratch_memory", lambda *_: SCRATCH)
-        whole, stopped = folder / "whole", folder / "stopped"
-        codes = [byte_lm.main([*argv, f"--out={whole}"])]
-        patch.setattr(byte_data, "batch_at", press_ctrl_c)
-        codes.append(byte_lm.main([*argv, f"--out={stopped}", "--mode=reversible"]))
-        assert signal.getsignal(signal.SIGINT) is usual
-        steps = [checkpoint_steps(stopped)]
-        patch.setattr(byte_data, "batch_at", batch_at)
-        # As after a crash: a step that no checkpoint holds is in the metrics.
-        byte_report.add_row(stopped / "metrics.csv", {"step": STOPPED + 1, "loss": 9})
-        again = ["--eval-every=2", "--sample-length=20"]
-        codes.append(byte_lm.main(["--resume", f"--out={stopped}", *again]))
-        steps.append(checkpoint_steps(stopped))
-    return {"whole": whole, "resumed": stopped, "codes": codes, "steps": steps}
-
-
-SCRATCH = {
-    mode: {2: 2**20, 8: 2**22} for mode in ("reversible", "checkpoint", "stored")
-}
+@pytest.fixture
+def saved(tmp_path, data):
+    """A folder with all of a run that is looked at before it is resumed."""
+    options = byte_options.make_options({**TINY, "data": str(data)}, None)
+    about = {
+        "options": dataclasses.asdict(options),
+        "session": byte_options.Session().kept(),
+        "sha256": hashlib.sha256(TEXT).hexdigest(),
+        "seconds": 1.0,
+    }
+    state = byte_lm.TrainState({"weight": np.ones(1)}, {}, {})
+    with byte_lm.open_checkpoints(tmp_path / "run") as checkpoints:
+        byte_lm.save(checkpoints, 3, state, about)
+    (tmp_path / "run" / "metrics.csv").write_text("step\n")
+    return tmp_path / "run"
 
 
 def checkpoint_steps(folder):
@@ -124,79 +108,77 @@ def exit_code(argv):
 # ------------------------------------------------------------------------- whole runs
 
 
-@whole_runs
-def test_a_run_ends_with_code_0_and_a_stopped_one_with_130(runs):
-    assert runs["codes"] == [0, 130, 0]
+def test_a_run_that_ctrl_c_stopped_goes_on_as_if_it_had_not(
+    data, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(byte_report, "scratch_memory", lambda *_: SCRATCH)
+    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
+    argv = [*FLAGS, f"--data={data}", f"--steps={STEPS}", "--dropout=0.1"]
+    argv += ["--eval-every=2", "--sample-length=20"]
+    assert byte_lm.main([*argv, f"--out={whole}"]) == 0
 
+    batch_at, usual = byte_data.batch_at, signal.getsignal(signal.SIGINT)
 
-@whole_runs
-def test_ctrl_c_saves_the_step_that_was_running(runs):
-    assert runs["steps"] == [[STOPPED], [STOPPED, STEPS]]
+    def press_ctrl_c(text, seed, step, *sizes):
+        if step == STOPPED - 1:
+            signal.raise_signal(signal.SIGINT)
+        return batch_at(text, seed, step, *sizes)
 
+    with monkeypatch.context() as patch:
+        patch.setattr(byte_data, "batch_at", press_ctrl_c)
+        assert byte_lm.main([*argv, f"--out={stopped}"]) == 130
+    assert signal.getsignal(signal.SIGINT) is usual
+    assert checkpoint_steps(stopped) == [STOPPED]
 
-@whole_runs
-def test_a_resumed_run_has_the_same_numbers_bit_for_bit(runs):
-    whole, resumed = metrics(runs["whole"]), metrics(runs["resumed"])
-    assert [int(row["step"]) for row in whole] == list(range(1, STEPS + 1))
-    for row in whole + resumed:
-        for clock in CLOCKS:
-            assert float(row.pop(clock)) > 0
-    assert resumed == whole
-    measured = [int(r["step"]) for r in whole if r["held_out_bits_per_byte"]]
-    assert measured == [2, 4, 6, 7]
+    # A step that no checkpoint holds, as after a crash, is not kept.
+    byte_report.add_row(stopped / "metrics.csv", {"step": STOPPED + 1, "loss": 9})
+    assert byte_lm.main(["--resume", f"--out={stopped}"]) == 0
+    assert checkpoint_steps(stopped) == [STOPPED, STEPS]
 
-
-@whole_runs
-def test_a_resumed_run_has_the_same_state_and_sample_bit_for_bit(runs):
-    whole, resumed = (last_state(runs[name]) for name in ("whole", "resumed"))
-    leaves = jax.tree.leaves(whole)
+    rows, resumed = metrics(whole), metrics(stopped)
+    for row in rows + resumed:
+        assert all(float(row.pop(clock)) >= 0 for clock in CLOCKS)
+    assert resumed == rows
+    assert [int(row["step"]) for row in rows] == list(range(1, STEPS + 1))
+    assert [row["held_out_bits_per_byte"] != "" for row in rows] == [
+        *(False, True, False, True, False, True),
+        True,  # the last step
+    ]
+    leaves, resumed = (jax.tree.leaves(last_state(run)) for run in (whole, stopped))
     assert len(leaves) > 30
-    for a, b in zip(leaves, jax.tree.leaves(resumed), strict=True):
+    for a, b in zip(leaves, resumed, strict=True):
         assert a.dtype == b.dtype
         assert (a == b).all()
-    samples = [
-        (runs[name] / "sample.txt").read_bytes() for name in ("whole", "resumed")
-    ]
-    assert samples[0] == samples[1]
+
+    sample = (whole / "sample.txt").read_bytes()
+    assert sample == (stopped / "sample.txt").read_bytes()
+    assert sample.startswith(b"def ")
+    assert len(sample) == len(b"def ") + 20
+    summary = json.loads((whole / "summary.json").read_text())
+    last = float(rows[-1]["held_out_bits_per_byte"])
+    assert summary["bits_per_byte"]["this model"] == last
+    assert len(summary["bits_per_byte"]) == 3
+    for name in ("loss.png", "memory.png"):
+        assert (stopped / name).read_bytes().startswith(b"\x89PNG")
 
 
-@whole_runs
-def test_a_run_leaves_what_its_description_says(runs):
-    for name in ("whole", "resumed"):
-        for file in ("loss.png", "memory.png"):
-            assert (runs[name] / file).read_bytes().startswith(b"\x89PNG")
-        sample = (runs[name] / "sample.txt").read_bytes()
-        assert sample.startswith(b"def ")
-        assert len(sample) == len(b"def ") + 20
-        summary = json.loads((runs[name] / "summary.json").read_text())
-        assert len(summary["bits_per_byte"]) == 3
-        last = float(metrics(runs[name])[-1]["held_out_bits_per_byte"])
-        assert summary["bits_per_byte"]["this model"] == last
-    assert {
-        name for name in byte_lm.FILES if not (runs["whole"] / name).exists()
-    } == set()
-
-
-@whole_runs
-def test_a_run_is_not_overwritten_unless_that_is_asked_for(runs, data, capsys):
-    before = (runs["whole"] / "metrics.csv").read_bytes()
-    assert exit_code([*FLAGS, "--data", data, "--out", runs["whole"]]) == 2
-    assert (runs["whole"] / "metrics.csv").read_bytes() == before
+def test_a_run_is_not_overwritten_unless_that_is_asked_for(saved, data, capsys):
+    before = (saved / "metrics.csv").read_bytes()
+    assert exit_code([*FLAGS, "--data", data, "--out", saved]) == 2
+    assert (saved / "metrics.csv").read_bytes() == before
     error = capsys.readouterr().err
     assert "expected no run in it; found one" in error
     assert "`--overwrite` to delete it" in error
 
 
-@whole_runs
-def test_bad_data_does_not_delete_the_run_that_was_to_be_overwritten(runs, tmp_path):
-    argv = ["--overwrite", "--out", runs["whole"], "--data", tmp_path / "nothing"]
+def test_bad_data_does_not_delete_the_run_that_was_to_be_overwritten(saved, tmp_path):
+    argv = ["--overwrite", "--out", saved, "--data", tmp_path / "nothing"]
     assert exit_code(argv) == 2
-    assert (runs["whole"] / "metrics.csv").exists()
+    assert (saved / "metrics.csv").exists()
 
 
-@whole_runs
-def test_resuming_with_other_options_names_all_that_differ(runs, data, capsys):
-    argv = ["--resume", "--out", runs["whole"], "--depth=3", "--width=16", "--seed=4"]
+def test_resuming_with_other_options_names_all_that_differ(saved, data, capsys):
+    argv = ["--resume", "--out", saved, "--depth=3", "--width=16", "--seed=4"]
     assert exit_code([*argv, "--data", data]) == 2
     assert (
         "byte_lm.py: error: `--resume` expected the options that the run began with;"
@@ -204,11 +186,10 @@ def test_resuming_with_other_options_names_all_that_differ(runs, data, capsys):
     ) in capsys.readouterr().err
 
 
-@whole_runs
-def test_resuming_on_a_changed_text_is_an_error(runs, data, capsys):
+def test_resuming_on_a_changed_text_is_an_error(saved, data, capsys):
     data.write_bytes(TEXT + b"#")
     try:
-        assert exit_code(["--resume", "--out", runs["whole"]]) == 2
+        assert exit_code(["--resume", "--out", saved]) == 2
     finally:
         data.write_bytes(TEXT)
     assert f"`--data` {data}: expected the text that the run" in capsys.readouterr().err
@@ -307,7 +288,7 @@ def model():
 
 @functools.partial(nnx.jit, static_argnums=2)
 def write(model, key, temperature):
-    return generate(model, np.int32([1, 2, 3]), 9, temperature, key)
+    return generate(model, jax.numpy.array([1, 2, 3]), 9, temperature, key)
 
 
 def test_a_prediction_depends_on_earlier_bytes_only(model):
@@ -333,7 +314,8 @@ def test_bfloat16_branches_leave_streams_parameters_and_logits_in_float32():
 
     def make_and_run(stream, x, tokens):
         model = Transformer(config, rngs=nnx.Rngs(0))
-        block = model.stack[0]
+        stack: Any = model.stack
+        block = stack[0]
         branches = block.F(stream), block.G(stream)
         rest = model.stack(x, train=False), model(tokens), nnx.state(model, nnx.Param)
         return branches, rest
@@ -348,7 +330,7 @@ def test_the_likeliest_bytes_are_those_of_a_model_that_is_called_byte_by_byte(mo
     text = [1, 2, 3]
     for _ in range(9):  # beyond the context of 8
         seen = text[-8:]
-        padded = np.int32([seen + [0] * (8 - len(seen))])
+        padded = np.array([seen + [0] * (8 - len(seen))], np.int32)
         text.append(int(logits_of(model, padded)[0, len(seen) - 1].argmax()))
     assert write(model, jax.random.key(0), 0.0).tolist() == text[3:]
 

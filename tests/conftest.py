@@ -1,0 +1,12 @@
+import hypothesis
+import jax
+
+# Three lines that find more bugs than most tests. Modules that run float32 programs as
+# their users do set these options back for themselves.
+jax.config.update("jax_enable_x64", True)
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+jax.config.update("jax_numpy_rank_promotion", "raise")
+
+# Values only: a new shape would be a new compilation.
+hypothesis.settings.register_profile("few", max_examples=5, deadline=None)
+hypothesis.settings.load_profile("few")

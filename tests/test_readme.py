@@ -1,0 +1,75 @@
+"""The README says what is so: its code runs and its commands are those of CI."""
+
+import pathlib
+import re
+import subprocess
+
+import jax
+import pytest
+
+ROOT = pathlib.Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+PYTHON = re.findall(r"^```python\n(.*?)^```$", README, re.DOTALL | re.MULTILINE)
+
+
+@pytest.fixture(autouse=True)
+def jax_as_a_reader_has_it():
+    """The suite's strict settings are not those of somebody who copies the code."""
+    standard, allow = jax.numpy_dtype_promotion("standard"), "allow"
+    with jax.enable_x64(False), standard, jax.numpy_rank_promotion(allow):
+        yield
+
+
+def command(name):
+    """Returns the command under a marker, as `.ci/run` finds it."""
+    pattern = rf"<!-- {name} command -->\n```bash\n(.*?)^```$"
+    (found,) = re.findall(pattern, README, re.DOTALL | re.MULTILINE)
+    return found.rstrip("\n")
+
+
+def test_the_readme_has_code_to_run():
+    assert PYTHON
+
+
+@pytest.mark.parametrize("code", PYTHON, ids=range(len(PYTHON)))
+def test_the_code_of_the_readme_runs(code):
+    names = {"__name__": "readme"}
+    exec(compile(code, str(ROOT / "README.md"), "exec"), names)
+
+
+@pytest.mark.parametrize("name", ["main", "test"])
+def test_each_command_is_one_line_to_copy(name):
+    line = command(name)
+    assert "\n" not in line
+    assert line.startswith("python3 -m venv .venv && .venv/bin/pip install ")
+    assert subprocess.run(["bash", "-n", "-c", line], check=False).returncode == 0
+
+
+def test_the_main_command_runs_an_example_that_exists():
+    script = command("main").split()[-1]
+    assert script == "examples/byte_lm.py"
+    assert (ROOT / script).is_file()
+
+
+def test_ci_runs_the_readmes_test_command():
+    ci = (ROOT / ".ci" / "run").read_text(encoding="utf-8")
+    finder = re.search(
+        r'^test_command="\$\((awk .*?)\)"$', ci, re.DOTALL | re.MULTILINE
+    )
+    assert finder
+    found = subprocess.run(
+        ["bash", "-c", finder[1]], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert found.stdout.rstrip("\n") == command("test")
+    assert 'bash -euo pipefail -c "$test_command"' in ci
+
+
+def test_no_figure_is_left_to_be_measured():
+    assert "TBD" not in README
+
+
+def test_every_file_that_the_readme_links_to_exists():
+    for target in re.findall(r"\]\((?!https?:|#)([^)]+)\)", README):
+        assert (ROOT / target).exists(), target
+    for target in re.findall(r"`((?:examples|notebooks|tests|docs)/[\w./]+)`", README):
+        assert (ROOT / target).exists(), target
