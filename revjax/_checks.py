@@ -119,15 +119,15 @@ def stream(x: Any, name: str) -> jax.Array:
     if not is_array(x) and not isinstance(x, float | complex):
         msg = f"`{name}` must be a floating-point or complex array. Got {describe(x)}."
         raise TypeError(msg)
-    if is_array(x) and not jnp.issubdtype(x.dtype, jnp.inexact):
+    if not isinstance(x, float | complex) and not jnp.issubdtype(x.dtype, jnp.inexact):
         hint = "; convert it first, for example with `.astype(jnp.float32)`"
         msg = (
             f"`{name}` must be a floating-point or complex array. Got {describe(x)}"
             f"{hint if is_number(x.dtype) else ''}."
         )
         raise TypeError(msg)
-    x = jnp.asarray(x)
-    return jnp.asarray(x, x.dtype)
+    array = jnp.asarray(x)
+    return jnp.asarray(array, array.dtype)
 
 
 def split_axis(x: Any, axis: int, dim: int | None) -> None:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -37,7 +38,7 @@ class Scale(nnx.Module):
         return self.then(x * self.w[...].astype(x.dtype), *context)
 
 
-def block(F=None, G=None, dim=4, **options):
+def block(F=None, G=None, dim=4, **options: Any):
     return ReversibleCouplingBlock(dim, F or Scale(), G or Scale(), **options)
 
 
@@ -374,7 +375,8 @@ BAD_OUTPUTS = {
 @pytest.mark.parametrize("name", ["F", "G"])
 def test_a_branch_must_return_an_array_like_its_stream(build, where, fault, name):
     then, error, text, found = BAD_OUTPUTS[fault]
-    model = build(lambda: block(**{name: Scale(then)}))
+    branch: Any = {name: Scale(then)}
+    model = build(lambda: block(**branch))
     message = f"`{name}` of {where} {text.format(found)}"
     for call in CALLS if name == "G" and fault in ("column", "none") else CALLS[2:3]:
         says(error, message, call, model, X)
@@ -414,13 +416,13 @@ def test_the_message_says_which_of_several_blocks_it_means():
 
 
 class Adds(Scale):
-    def __call__(self, x):
+    def __call__(self, x, *context):
         self.seen = nnx.BatchStat(x)
         return super().__call__(x)
 
 
 class Loses(Scale):
-    def __call__(self, x):
+    def __call__(self, x, *context):
         h = super().__call__(x)
         del self.w
         return h
@@ -429,7 +431,7 @@ class Loses(Scale):
 class Counts(Scale):
     calls = 0
 
-    def __call__(self, x):
+    def __call__(self, x, *context):
         self.calls += 1
         return super().__call__(x)
 
