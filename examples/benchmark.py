@@ -61,7 +61,7 @@ def stack(**mode) -> Callable[[Params, Streams], Streams]:
 
 
 def ways(depth: int) -> dict[str, Callable[[Params, Streams], Streams]]:
-    """Everything that is compared. `checkpoint` comes first: others are divided by it."""
+    """Everything that is compared; the others are divided by the first."""
     every = max(1, round(depth**0.5))
     return {
         "scan of jax.checkpoint": checkpointed,
@@ -75,7 +75,7 @@ def ways(depth: int) -> dict[str, Callable[[Params, Streams], Streams]]:
     }
 
 
-def gradient(run: Callable[[Params, Streams], Streams]) -> Callable:
+def gradient(run: Callable[[Params, Streams], Streams]) -> jax.stages.Wrapped:
     """Returns the compiled gradient of a loss with respect to parameters and input."""
 
     def loss(params: Params, streams: Streams) -> Array:
@@ -83,6 +83,12 @@ def gradient(run: Callable[[Params, Streams], Streams]) -> Callable:
         return jnp.sum(y1**2) + jnp.sum(y2**2)
 
     return jax.jit(jax.grad(loss, argnums=(0, 1)))
+
+
+def scratch_mib(compiled: jax.stages.Compiled) -> float:
+    """Returns the scratch memory that the compiler plans; NaN where it does not say."""
+    plan = compiled.memory_analysis()
+    return float("nan") if plan is None else plan.temp_size_in_bytes / 2**20
 
 
 def inputs(depth: int, width: int, batch: int) -> tuple[Params, Streams]:
@@ -128,14 +134,13 @@ def compare_steps(console: Console, options: argparse.Namespace) -> None:
     for name, program in compiled.items():
         ratios = [r[name] / r[first] for r in rounds]
         to_stored = statistics.median(r[name] / r[last] for r in rounds)
-        scratch = program.memory_analysis().temp_size_in_bytes
         table.add_row(
             name,
             f"{statistics.median(ratios):.2f}",
             f"{min(ratios):.2f}",
             f"{max(ratios):.2f}",
             f"{to_stored:.2f}",
-            f"{scratch / 2**20:,.1f} MiB",
+            f"{scratch_mib(program):,.1f} MiB",
         )
     console.print(table)
     spread = max(r[first] for r in rounds) / min(r[first] for r in rounds)
@@ -162,8 +167,8 @@ def memory_against_depth(console: Console, options: argparse.Namespace) -> None:
             functools.partial(inputs, depth, options.width, options.batch)
         )
         for name, run in kinds.items():
-            plan = gradient(run).lower(*arrays).compile().memory_analysis()
-            scratch[name].append(plan.temp_size_in_bytes / 2**20)
+            compiled = gradient(run).lower(*arrays).compile()
+            scratch[name].append(scratch_mib(compiled))
     table = Table(
         title=f"scratch in MiB, width 2 x {options.width}, {options.batch} rows"
     )

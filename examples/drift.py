@@ -3,10 +3,10 @@
     python examples/drift.py
 
 A reversible stack in floating point gets its activations back up to rounding, and the
-error builds up from block to block. This script prints, over depth and weight scale, how
-far the gradients are from those of the same stack in float64 with stored activations:
-for the parameters, for the input, and, beside them, for the same stack with stored
-activations in the same precision, which has rounding errors of its own.
+error builds up from block to block. This script prints, over depth and weight scale,
+how far the gradients are from those of the same stack in float64 with stored
+activations: for the parameters, for the input, and, beside them, for the same stack
+with stored activations in the same precision, which has rounding errors of its own.
 """
 
 import argparse
@@ -53,7 +53,7 @@ def gradients(branch, weights, streams, precision, **mode) -> tuple[np.ndarray, 
         y = reversible_scan(branch, branch, params, streams, coupling=coupling, **mode)
         # Rows of different weight; a mean square would hide small errors.
         rows = jnp.linspace(0.5, 1.5, BATCH, dtype=outer)[:, None]
-        return sum(jnp.sum(rows * jnp.sin(s)) for s in y)
+        return sum((jnp.sum(rows * jnp.sin(s)) for s in y), jnp.zeros((), outer))
 
     wanted = jax.jit(jax.grad(loss, argnums=(0, 1)))(weights, streams)
     return tuple(

@@ -221,7 +221,7 @@ def floats(tree):
 
 
 def assert_close(actual, expected, rtol=1e-9):
-    """Every leaf agrees relatively; zeros agree to the last bits of the largest leaf."""
+    """Every leaf agrees relatively; zeros to the last bits of the largest leaf."""
     actual, expected = floats(actual), floats(expected)
     largest = max(float(jnp.max(jnp.abs(leaf))) for leaf in expected.values())
     assert largest > 0

@@ -201,22 +201,25 @@ def test_numpy_integers_are_integers():
 @pytest.mark.parametrize("options", [{}, {"anchor_every": 1}], ids=["0", "1"])
 @dtypes
 def test_a_stack_keeps_the_dtype_of_its_input(options, dtype):
-    stack, x = ReversibleSequence(blocks(2), **options), normal(0, 2, 4, dtype=dtype)
-    assert stack(x).dtype == dtype
-    assert stack.inverse(x).dtype == dtype
-    gradient, x_gradient = nnx.grad(lambda s, x: total(s(x)), argnums=(0, 1))(stack, x)
-    assert x_gradient.dtype == dtype
-    assert {leaf.dtype for leaf in jax.tree.leaves(gradient)} == {
-        jnp.dtype(jnp.float32)
-    }
-    stored = ReversibleSequence(blocks(2), store_activations=True)
-    expected = nnx.grad(lambda s, x: total(s(x)), argnums=(0, 1))(stored, x)
+    x = normal(0, 2, 4, dtype=dtype)
+
+    @nnx.jit
+    def results(stack, x):
+        gradients = nnx.grad(lambda s, x: total(s(x)), argnums=(0, 1))(stack, x)
+        return stack(x), stack.inverse(x), gradients[1], jax.tree.leaves(gradients[0])
+
+    y, inverse, x_gradient, gradient = results(
+        ReversibleSequence(blocks(2), **options), x
+    )
+    assert y.dtype == inverse.dtype == x_gradient.dtype == dtype
+    assert {leaf.dtype for leaf in gradient} == {jnp.dtype(jnp.float32)}
+    stored = results(ReversibleSequence(blocks(2), store_activations=True), x)
     rtol = 30 * float(jnp.finfo(dtype).eps)
-    close(jax.tree.leaves(gradient), jax.tree.leaves(expected[0]), rtol)
-    close(x_gradient.astype(jnp.complex64), expected[1].astype(jnp.complex64), rtol)
+    close(gradient, stored[3], max(rtol, 1e-5))
+    close(x_gradient.astype(jnp.complex128), stored[2].astype(jnp.complex128), rtol)
 
 
-@modes
+@pytest.mark.parametrize("options", [{}, {"anchor_every": 1}], ids=["0", "1"])
 def test_float32_streams_run_around_bfloat16_input(options):
     law = Additive(jnp.float32)
     stack = ReversibleSequence(blocks(coupling=law, dtype=jnp.bfloat16), **options)
@@ -675,12 +678,11 @@ FLAGS = ("jax_custom_vjp3", "jax_remat3")  # on their way to become JAX's defaul
     [
         (FLAGS[:1], "reversible", True),
         (FLAGS, "invert", True),
-        # In jax 0.10.2, `jax_remat3` fails on the gradient of any checkpointed scan that
-        # stacks an output without a cotangent, as the new counters are.
+        # In jax 0.10.2, `jax_remat3` fails on the gradient of any checkpointed scan
+        # that stacks an output without a cotangent, as the new counters are.
         (FLAGS[1:], "recompute", False),
-        (FLAGS, "recompute", False),
     ],
-    ids=["custom_vjp3", "both, invert", "remat3, recompute", "both, recompute"],
+    ids=["custom_vjp3, reversible", "both, invert", "remat3, recompute"],
 )
 def test_gradients_are_right_under_the_coming_transformations_of_jax(on, mode, counts):
     x, gain = normal(0, 2, 4), jnp.float32(0.5)
@@ -689,18 +691,20 @@ def test_gradients_are_right_under_the_coming_transformations_of_jax(on, mode, c
         kind = Counted if counts else Gained
         made = [functional(kind(2, i), kind(2, i + 9)) for i in range(3)]
         made.append(functional(Dropped(2, 5), Dropped(2, 6)))
-        stack = ReversibleSequence(made, **options)
+        graphdef, params, rest = nnx.split(
+            ReversibleSequence(made, **options), nnx.Param, ...
+        )
 
-        def loss(stack, x, gain):
-            return total(stack(x, gain))
+        def loss(params, x, gain):
+            return total(nnx.merge(graphdef, params, rest, copy=True)(x, gain))
 
-        found = nnx.jit(nnx.grad(loss, argnums=(0, 1, 2)))(stack, x, gain)
-        graphdef, state = nnx.split(stack)
+        @jax.jit
+        def both(params, x, gain):
+            batched = jax.vmap(jax.grad(loss, argnums=1), (None, 0, None))
+            gradient = jax.grad(loss, argnums=(0, 1, 2))(params, x, gain)
+            return jax.tree.leaves(gradient), batched(params, x, gain)
 
-        def batched(x):
-            return total(nnx.merge(graphdef, state, copy=True)(x, gain))
-
-        return jax.tree.leaves(found), jax.jit(jax.vmap(jax.grad(batched)))(x)
+        return both(params, x, gain)
 
     expected = gradients(**MODES[mode])
     known = [name for name in on if hasattr(jax.config, name)]

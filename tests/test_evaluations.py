@@ -118,6 +118,7 @@ def test_a_block_of_two_matrix_branches_has_16_products():
 
 def test_the_compiled_program_has_16_products():
     text = gradient_program(8).lower().compile().as_text()
+    assert text is not None
     found = text.count(" dot(") + text.count('custom_call_target="__onednn$matmul"')
     found += text.count('custom_call_target="__cpu$dot"')
     assert found == 16

@@ -1,5 +1,6 @@
 import dataclasses
 import functools
+from typing import Any
 
 import chex
 import hypothesis
@@ -73,7 +74,7 @@ JITTED = [
 ]
 
 
-def named(cases):
+def named(cases) -> Any:
     return parameterized.named_parameters(("_".join(map(str, c)), *c) for c in cases)
 
 
@@ -145,8 +146,16 @@ def expected_mixed_step():
 
 @pytest.mark.parametrize(
     "mode",
-    ["sequential", "reversible", "stored", "recompute_2", "recompute_depth"]
-    + ["invert_1", "invert_3", "invert_depth_plus_2"],
+    [
+        "sequential",
+        "reversible",
+        "stored",
+        "recompute_2",
+        "recompute_depth",
+        "invert_1",
+        "invert_3",
+        "invert_depth_plus_2",
+    ],
 )
 def test_gradients_of_a_list_of_different_blocks_are_those_of_the_stored_stack(mode):
     step, params, rest = training_step(stack(mixed_blocks(), mode))
@@ -156,7 +165,8 @@ def test_gradients_of_a_list_of_different_blocks_are_those_of_the_stored_stack(m
 
 
 def test_neighbours_that_are_alike_are_scanned_and_the_others_unrolled():
-    depths = [segment.depth for segment in stack(mixed_blocks()).segments]
+    sequence = ReversibleSequence(mixed_blocks())
+    depths = [segment.depth for segment in sequence.segments]
     assert depths == [3, None, None, 2]
 
 
@@ -164,7 +174,8 @@ def test_blocks_that_split_on_different_axes_run_in_one_sequence():
     rngs = nnx.Rngs(0)
 
     def make(axis):
-        linear = nnx.Linear(*(2 * [4 if axis == 0 else 2]), param_dtype=float, rngs=rngs)
+        size = 4 if axis == 0 else 2
+        linear = nnx.Linear(size, size, param_dtype=float, rngs=rngs)
         return ReversibleCouplingBlock(4, linear, jnp.tanh, axis=axis)
 
     mixed = [make(axis) for axis in (0, -1, -1, 0)]
@@ -187,8 +198,9 @@ def branch(params, x, shift):
 
 def scan_oracle(params, streams, shift):
     x1, x2 = streams
-    for i in range(params[0][0].shape[0]):
-        f_params, g_params = jax.tree.map(lambda a: a[i], params)
+    leaves, treedef = jax.tree.flatten(params)
+    for block in zip(*leaves, strict=True):
+        f_params, g_params = jax.tree.unflatten(treedef, block)
         x1 = x1 + branch(f_params, x2, shift)
         x2 = x2 + branch(g_params, x1, shift)
     return x1, x2
@@ -218,9 +230,8 @@ def test_gradients_of_reversible_scan_are_those_of_a_loop(mode, jit):
     run = functools.partial(run_scan, **modes(7)[mode])
     gradients = jax.grad(functools.partial(scan_loss, run), (0, 1, 2))
     actual = (jax.jit(gradients) if jit else gradients)(*arguments)
-    assert_close(
-        actual, jax.grad(functools.partial(scan_loss, scan_oracle), (0, 1, 2))(*arguments)
-    )
+    expected = jax.grad(functools.partial(scan_loss, scan_oracle), (0, 1, 2))
+    assert_close(actual, expected(*arguments))
 
 
 @jax.jit
@@ -288,7 +299,7 @@ class NotUndone(Additive):
         return y
 
 
-def test_parameter_gradients_depend_on_the_reconstruction_and_linear_input_ones_do_not():
+def test_parameter_gradients_depend_on_what_is_rebuilt_and_linear_input_ones_do_not():
     def gradients(coupling, **options):
         made = ReversibleSequence(
             [
@@ -302,7 +313,7 @@ def test_parameter_gradients_depend_on_the_reconstruction_and_linear_input_ones_
 
     right, wrong = gradients(Additive()), gradients(NotUndone())
     assert_close(wrong["input"], right["input"])
-    # The last branch is evaluated at the output itself: its gradient is right in any case.
+    # The last branch is evaluated at the output itself: its gradient is right anyway.
     for i, name in [(0, "F"), (0, "G"), (1, "F")]:
         parameter = [g["parameters"][i][name]["factor"] for g in (wrong, right)]
         assert abs(parameter[0] / parameter[1] - 1) > 0.1
@@ -316,8 +327,14 @@ def test_parameter_gradients_depend_on_the_reconstruction_and_linear_input_ones_
 
 @pytest.mark.parametrize(
     ("mode", "name"),
-    [("block", "convolution"), ("sequential", "mlp"), ("reversible", "attention")]
-    + [("stored", "mlp"), ("recompute_2", "mlp"), ("invert_3", "convolution")],
+    [
+        ("block", "convolution"),
+        ("sequential", "mlp"),
+        ("reversible", "attention"),
+        ("stored", "mlp"),
+        ("recompute_2", "mlp"),
+        ("invert_3", "convolution"),
+    ],
 )
 def test_the_inverse_of_the_output_is_the_input(mode, name):
     depth = 1 if mode == "block" else 7
@@ -379,18 +396,15 @@ def hessian_vector_product(function, forward_over_reverse):
     arguments = scan_arguments(3)
     direction = jax.tree.map(jnp.cos, arguments)
     gradient = jax.grad(functools.partial(scan_loss, function), (0, 1, 2))
-    if forward_over_reverse:
 
-        def product(*arguments):
+    def along(*arguments):
+        parts = jax.tree.map(jnp.vdot, gradient(*arguments), direction)
+        return sum(jax.tree.leaves(parts))
+
+    def product(*arguments):
+        if forward_over_reverse:
             return jax.jvp(gradient, arguments, direction)[1]
-    else:
-
-        def product(*arguments):
-            def along(*arguments):
-                parts = jax.tree.map(jnp.vdot, gradient(*arguments), direction)
-                return sum(jax.tree.leaves(parts))
-
-            return jax.grad(along, (0, 1, 2))(*arguments)
+        return jax.grad(along, (0, 1, 2))(*arguments)
 
     return jax.jit(product)(*arguments)
 
@@ -403,7 +417,9 @@ def test_hessian_vector_products_are_those_of_the_stored_stack(mode, order):
     assert_close(actual, expected_hessian_vector_product())
 
 
-@pytest.mark.parametrize("mode", ["sequential", "reversible", "recompute_2", "invert_1"])
+@pytest.mark.parametrize(
+    "mode", ["sequential", "reversible", "recompute_2", "invert_1"]
+)
 def test_hessian_vector_products_of_modules_are_those_of_the_stored_stack(mode):
     k, products = kind("attention"), []
     for model, run in [
@@ -463,5 +479,3 @@ def test_forward_mode_works_with_stored_activations():
     run = functools.partial(run_scan, store_activations=True)
     actual = jax.jvp(run, arguments, direction)
     assert_close(actual, jax.jvp(scan_oracle, arguments, direction))
-
-
