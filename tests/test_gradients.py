@@ -104,6 +104,9 @@ def expected_step(name, depth, built_from):
     return step(params, rest, k.x, k.args, k.kwargs)
 
 
+variants: Any = chex.variants  # its annotations do not say that it can be called
+
+
 class GradientsEqualThoseOfTheStoredStackTest(chex.TestCase):
     """For every parameter, the input and every float context."""
 
@@ -118,12 +121,12 @@ class GradientsEqualThoseOfTheStoredStackTest(chex.TestCase):
         assert_close(actual["input"], expected["input"])
         assert_close(actual["context"], expected["context"])
 
-    @chex.variants(with_jit=True, without_jit=True)
+    @variants(with_jit=True, without_jit=True)
     @named(EAGER_AND_JITTED)
     def test_eager_and_jitted(self, *case):
         self.check(*case)
 
-    @chex.variants(with_jit=True)
+    @variants(with_jit=True)
     @named(JITTED)
     def test_jitted(self, *case):
         self.check(*case)
