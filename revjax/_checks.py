@@ -211,12 +211,13 @@ def integer(value: Any, name: str) -> None:
         raise TypeError(msg)
 
 
-def depth(value: Any) -> None:
+def depth(value: Any) -> int:
     """Checks a number of blocks."""
     integer(value, "depth")
     if value < 0:
         msg = f"`depth` must not be negative. Got {value}."
         raise ValueError(msg)
+    return int(value)
 
 
 def maker(value: Any) -> None:

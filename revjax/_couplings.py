@@ -27,6 +27,23 @@ class Coupling:
     is assumed, not verified. The derivative is taken from `combine` with `jax.vjp`
     and need not be written. A subclass should be a frozen dataclass without arrays:
     it is a static argument of compiled functions.
+
+    Example:
+      >>> import dataclasses
+      >>> import jax.numpy as jnp
+      >>> from revjax import Coupling, reversible_scan
+      >>> @dataclasses.dataclass(frozen=True)
+      ... class Scaled(Coupling):
+      ...     scale: float = 0.5
+      ...     def combine(self, x, h):
+      ...         return x + self.scale * h
+      ...     def recover(self, y, h):
+      ...         return y - self.scale * h
+      >>> def branch(w, x): return w * x
+      >>> w, x = jnp.ones(1), jnp.ones(2)
+      >>> y1, y2 = reversible_scan(branch, branch, (w, w), (x, x), coupling=Scaled())
+      >>> y1.tolist(), y2.tolist()
+      ([1.5, 1.5], [1.75, 1.75])
     """
 
     def encode(self, x: Array) -> Array:
@@ -87,7 +104,10 @@ class Additive(Coupling):
 
     def encode(self, x: Array) -> Array:
         """Returns `x` in the dtype of the streams."""
-        return x if self.dtype is None else x.astype(self.dtype)
+        if self.dtype is None:
+            return x
+        _checks.encodable(x, self.dtype)
+        return x.astype(self.dtype)
 
     def combine(self, x: Array, h: Any) -> Array:
         """Returns `x + h`."""

@@ -89,6 +89,7 @@ class ReversibleCouplingBlock(nnx.Module):
     def _branch(self, name: str, branch: Any, rngs: nnx.Rngs | None) -> Any:
         if branch is None:
             given = _checks.default_branch(rngs, name)
+            _checks.rngs(given, nnx.Rngs)
             half = self.dim // 2
             return nnx.Linear(half, half, use_bias=False, rngs=given)
         _checks.callable_(branch, name)
@@ -289,7 +290,8 @@ class ReversibleSequence(nnx.Module):
             or `rngs` is no `nnx.Rngs`.
           ValueError: If `depth` is negative.
         """
-        _checks.depth(depth)
+        _checks.maker(make_block)
+        depth = _checks.depth(depth)
         _checks.rngs(rngs, nnx.Rngs)
         sequence = cls(
             [],

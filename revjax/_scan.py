@@ -132,6 +132,8 @@ def reversible_scan(
     """
     mode = Mode(anchor_every, between_anchors, store_activations)
     _checks.coupling(coupling)
+    _checks.callable_(f, "f")
+    _checks.callable_(g, "g")
     _checks.pair(params, "params", "(f_params, g_params)")
     _checks.pair(streams, "streams", "(x1, x2)")
     depth = _checks.leading_axis(params)

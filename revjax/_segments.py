@@ -8,6 +8,7 @@ what the branches changed is written back. Mathematics and memory are the core's
 import collections
 import dataclasses
 import functools
+import inspect
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -112,10 +113,7 @@ class Segment(nnx.Module):
     """
 
     def __init__(
-        self,
-        block: Any,
-        depth: int | None = None,
-        shared: Iterable[Path] = (),
+        self, block: Any, depth: int | None = None, shared: Iterable[Path] = ()
     ) -> None:
         """Builds the segment; see the class."""
         self.block = block
@@ -267,27 +265,18 @@ def _branch(
                 (context, common[before:], given.leaves),
             ):
                 _checks.nothing_random([old[i] is new[i] for i in frame.random], name)
+        placed = list(zip(segment.places, block.leaves, strict=True))
         new_common = override(
             [*common[:before], *given.leaves],
-            {
-                p: leaf
-                for p, leaf in zip(segment.places, block.leaves, strict=True)
-                if p is not None
-            },
+            {p: leaf for p, leaf in placed if p is not None},
         )
-        new_own = [
-            leaf
-            for p, leaf in zip(segment.places, block.leaves, strict=True)
-            if p is None
-        ]
-        return h, new_own, new_common, ()
+        return h, [leaf for p, leaf in placed if p is None], new_common, ()
 
     return branch
 
 
-@functools.partial(jax.jit, static_argnames="frame")
-def _compiled(own: Any, common: Any, x: Array, *, frame: _CallFrame) -> tuple:
-    """A call on arrays alone: compiled once for equal frames, shapes and dtypes."""
+def _traced(own: Any, common: Any, x: Array, *, frame: _CallFrame) -> tuple:
+    """A call on arrays alone."""
     specs = []
     encoded = frame.segments[0].coupling.encode(x)
     for segment in frame.segments:
@@ -311,6 +300,24 @@ def _compiled(own: Any, common: Any, x: Array, *, frame: _CallFrame) -> tuple:
         plan, own = inverted(plan), own[::-1]
     y, changed, moving, _ = run(plan, frame.mode, own, [*common, *hoisted], encoded)
     return y, changed, moving
+
+
+# Compiled once for equal frames, shapes and dtypes.
+_compiled = jax.jit(_traced, static_argnames="frame")
+
+
+def _closes_over(block: Any) -> bool:
+    """Says whether a branch is a function that may differ at the next call.
+
+    What such a function closes over can change, and a compiled call would not know.
+    """
+    branches = [vars(block).get(name) for name in ("F", "G")]
+    return any(
+        inspect.ismethod(b)
+        or isinstance(b, functools.partial)
+        or bool(getattr(b, "__closure__", None))
+        for b in branches
+    )
 
 
 def call(
@@ -362,7 +369,9 @@ def call(
     shared = len(common)
     frame = _CallFrame(tuple(frames), context.frame, mode, inverse)
     _checks.hashable(frame)
-    y, changed, moving = _compiled(own, [*common, *context.leaves], x, frame=frame)
+    open_ = any(_closes_over(segment.block) for segment in segments)
+    run_call = _traced if open_ else _compiled
+    y, changed, moving = run_call(own, [*common, *context.leaves], x, frame=frame)
 
     for segment, parts, new, static in zip(
         segments, blocks, changed, frames, strict=True

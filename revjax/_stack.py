@@ -164,19 +164,19 @@ def stored(plan: Plan, own: Sequence[Leaves], common: Leaves, x: Any) -> Any:
     return _run_and_keep(plan, own, common, x, keep=False)[0]
 
 
-@jax.tree_util.register_static
-@dataclasses.dataclass(frozen=True)
-class _Wanted:
-    """The places of the arrays that are differentiated."""
+def _flags(leaves: Leaves) -> list[Array]:
+    """Says which arrays are differentiated, in the shapes of empty arrays.
 
-    own: tuple[frozenset[int], ...]
-    common: frozenset[int]
+    JAX may trace the forward rule once for each set of differentiated arguments and yet
+    keep one tree of residuals for all, so that set cannot be static data in the tree.
+    """
+    wanted = (p.perturbed and _block.is_inexact(p.value) for p in leaves)
+    return [jnp.zeros((0, int(flag)), bool) for flag in wanted]
 
 
-def _wanted(leaves: Leaves) -> frozenset[int]:
-    return frozenset(
-        i for i, p in enumerate(leaves) if p.perturbed and _block.is_inexact(p.value)
-    )
+def _wanted(flags: Sequence[Array]) -> frozenset[int]:
+    """Undoes `_flags`: the places of the arrays that are differentiated."""
+    return frozenset(i for i, flag in enumerate(flags) if flag.shape[-1])
 
 
 def _live(cts: Any) -> dict[int, Array]:
@@ -197,10 +197,10 @@ def reversible(plan: Plan, own: Sequence[Leaves], common: Leaves, x: Any) -> Any
 
 
 def _reversible_fwd(plan: Plan, own: Any, common: Any, x: Any) -> tuple[Any, Any]:
-    wanted = _Wanted(tuple(_wanted(leaves) for leaves in own), _wanted(common))
+    flags = [_flags(leaves) for leaves in own], _flags(common)
     own, common, x = jax.tree.map(lambda p: p.value, (own, common, x))
     out, kept = _run_and_keep(plan, own, common, x, keep=True)
-    return out, (wanted, own, common, out[0], kept)
+    return out, (flags, own, common, out[0], kept)
 
 
 def _retreat(
@@ -233,13 +233,14 @@ def _retreat(
 
 
 def _reversible_bwd(plan: Plan, residuals: Any, cts: Any) -> tuple[Any, Any, Any]:
-    wanted, own, common, y, kept = residuals
+    (own_flags, common_flags), own, common, y, kept = residuals
+    wanted, wanted_common = [_wanted(f) for f in own_flags], _wanted(common_flags)
     y_ct, changed_ct, moving_ct, outputs_ct = cts
     y_ct = jax.tree.map(_instantiate, y, y_ct)
     moving_ct = _live(moving_ct)
     common_ct = {}
     for i, leaf in enumerate(common):
-        if _block.is_inexact(leaf) and (i in wanted.common or i in plan.moving):
+        if _block.is_inexact(leaf) and (i in wanted_common or i in plan.moving):
             dtype = _block.accumulator_dtype(leaf.dtype)
             ct = moving_ct.get(i)
             common_ct[i] = (
@@ -249,9 +250,7 @@ def _reversible_bwd(plan: Plan, residuals: Any, cts: Any) -> tuple[Any, Any, Any
     axis = plan.segments[-1].axis
     carry = _unpack(y, axis), _unpack(y_ct, axis), common_ct
     own_ct = []
-    rows = zip(
-        plan.segments, own, kept, changed_ct, outputs_ct, wanted.own, strict=True
-    )
+    rows = zip(plan.segments, own, kept, changed_ct, outputs_ct, wanted, strict=True)
     for segment, leaves, replay, new_ct, further_ct, wanted_own in list(rows)[::-1]:
         streams, streams_ct, common_ct = carry
         streams = _repack(streams, axis, segment.axis)
@@ -267,7 +266,7 @@ def _reversible_bwd(plan: Plan, residuals: Any, cts: Any) -> tuple[Any, Any, Any
         own_ct.append([d_own.get(i) for i in range(len(leaves))])
     _, streams_ct, common_ct = carry
     d_common = [
-        common_ct[i].astype(leaf.dtype) if i in wanted.common else None
+        common_ct[i].astype(leaf.dtype) if i in wanted_common else None
         for i, leaf in enumerate(common)
     ]
     return own_ct[::-1], d_common, _pack(streams_ct, axis)

@@ -170,21 +170,27 @@ def pure(model, run=call):
     return function, params, rest
 
 
-def per_block(model, *states):
-    """Returns the variables of each block, however the model stores them."""
-    filled = nnx.merge(nnx.graphdef(model), *states)
-    return [nnx.to_pure_dict(nnx.state(block)) for block in blocks_of(filled)]
+def per_block(model, filter_, *states):
+    """Returns variables of each block, however the model stores them."""
+    filled = nnx.merge(nnx.graphdef(model), *(jax.tree.map(host, s) for s in states))
+    return [nnx.to_pure_dict(nnx.state(b, filter_)) for b in blocks_of(filled)]
+
+
+def host(a):
+    """Returns an array, or a key's data, as a NumPy array: slices compile nothing."""
+    is_key = jnp.issubdtype(a.dtype, jax.dtypes.prng_key)
+    return np.asarray(jax.random.key_data(a) if is_key else a)
 
 
 def square(y):
     return jnp.sum(jnp.square(y)) / y.size
 
 
-def training_step(model, run=call, loss=square):
-    """Returns a function of arrays for one forward and backward pass, and its arrays.
+def train(model, x, *args, run=call, loss=square, transform=jax.jit, **kwargs):
+    """Makes one forward and backward pass.
 
-    The function returns the output, and for each block its gradients and its other
-    variables after the step, and the gradients of the input and of float context.
+    Returns the output; for each block the gradients of its parameters, and its other
+    variables after the pass; the gradients of the input and of float context.
     """
     function, params, rest = pure(model, run)
 
@@ -199,15 +205,16 @@ def training_step(model, run=call, loss=square):
         d_context = [
             ct for ct in jax.tree.leaves(d_context) if ct.dtype != jax.dtypes.float0
         ]
-        return {
-            "y": y,
-            "parameters": per_block(model, d_params, rest),
-            "input": d_x,
-            "context": d_context,
-            "state": per_block(model, params, after),
-        }
+        return y, d_params, d_x, d_context, after
 
-    return step, params, rest
+    y, d_params, d_x, d_context, after = transform(step)(params, rest, x, args, kwargs)
+    return {
+        "y": y,
+        "parameters": per_block(model, nnx.Param, d_params, rest),
+        "input": d_x,
+        "context": d_context,
+        "state": per_block(model, nnx.Not(nnx.Param), params, after),
+    }
 
 
 def floats(tree):

@@ -716,3 +716,31 @@ def test_gradients_are_right_under_the_coming_transformations_of_jax(on, mode, c
     finally:
         for name, value in before.items():
             jax.config.update(name, value)
+
+
+@pytest.mark.parametrize("how", ["closure", "method", "partial"])
+def test_a_function_as_branch_sees_what_it_closes_over_as_it_is_now(how):
+    """A compiled call would go on with the values that it was compiled with."""
+    linear = nnx.Linear(2, 2, use_bias=False, param_dtype=jnp.float64, rngs=nnx.Rngs(0))
+    branch = {
+        "closure": lambda x: linear(x),
+        "method": linear.__call__,
+        "partial": functools.partial(nnx.Linear.__call__, linear),
+    }[how]
+    block = ReversibleCouplingBlock(4, branch, jnp.tanh)
+    x = jnp.ones((1, 4))
+    block(x)
+    linear.kernel.set_value(jnp.full((2, 2), 3.0))
+    assert block(x)[0, :2].tolist() == [7.0, 7.0]
+
+
+def test_gradients_of_a_module_that_a_branch_closes_over_are_right():
+    def loss(kernel):
+        linear = nnx.Linear(2, 2, use_bias=False, rngs=nnx.Rngs(0))
+        linear.kernel.set_value(kernel)
+        block = ReversibleCouplingBlock(4, lambda x: linear(x), jnp.tanh)
+        return block(jnp.ones((1, 4), kernel.dtype)).sum()
+
+    # d/dW of the sum of y1 + x2 + tanh(y1) at y1 = 7
+    gradient = jax.grad(loss)(jnp.full((2, 2), 3.0))
+    assert jnp.allclose(gradient, 2 - jnp.tanh(7.0) ** 2)

@@ -1,7 +1,11 @@
 """The scripts that make the figures of the README and the docs, at toy size."""
 
+import pytest
+
 import benchmark
 import drift
+
+pytestmark = pytest.mark.usefixtures("jax_defaults")
 
 
 def test_the_benchmark_prints_ratios_and_draws_memory(capsys, tmp_path):

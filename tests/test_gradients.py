@@ -25,7 +25,7 @@ from stacks import (
     pure,
     square,
     stack,
-    training_step,
+    train,
 )
 
 from revjax import (
@@ -96,12 +96,15 @@ def build(mode, depth, name, built_from):
     )
 
 
+def eager(function):
+    return function
+
+
 @functools.cache
 def expected_step(name, depth, built_from):
     plain = nnx.List(blocks(name, depth, built_from))
-    step, params, rest = training_step(plain, oracle)
     k = kind(name)
-    return step(params, rest, k.x, k.args, k.kwargs)
+    return train(plain, k.x, *k.args, run=oracle, transform=eager, **k.kwargs)
 
 
 variants: Any = chex.variants  # its annotations do not say that it can be called
@@ -111,9 +114,8 @@ class GradientsEqualThoseOfTheStoredStackTest(chex.TestCase):
     """For every parameter, the input and every float context."""
 
     def check(self, mode, depth, name, built_from):
-        step, params, rest = training_step(build(mode, depth, name, built_from))
-        k = kind(name)
-        actual = self.variant(step)(params, rest, k.x, k.args, k.kwargs)
+        k, model = kind(name), build(mode, depth, name, built_from)
+        actual = train(model, k.x, *k.args, transform=self.variant, **k.kwargs)
         expected = expected_step(name, depth, built_from)
         assert len(expected["context"]) == 1
         assert_close(actual["y"], expected["y"], rtol=1e-12)
@@ -142,9 +144,8 @@ def mixed_blocks():
 
 @functools.cache
 def expected_mixed_step():
-    step, params, rest = training_step(nnx.List(mixed_blocks()), oracle)
-    k = kind("mlp")
-    return step(params, rest, k.x, k.args, k.kwargs)
+    k, plain = kind("mlp"), nnx.List(mixed_blocks())
+    return train(plain, k.x, *k.args, run=oracle, transform=eager)
 
 
 @pytest.mark.parametrize(
@@ -161,9 +162,8 @@ def expected_mixed_step():
     ],
 )
 def test_gradients_of_a_list_of_different_blocks_are_those_of_the_stored_stack(mode):
-    step, params, rest = training_step(stack(mixed_blocks(), mode))
     k = kind("mlp")
-    actual = jax.jit(step)(params, rest, k.x, k.args, k.kwargs)
+    actual = train(stack(mixed_blocks(), mode), k.x, *k.args)
     assert_close(actual, expected_mixed_step())
 
 
@@ -183,12 +183,7 @@ def test_blocks_that_split_on_different_axes_run_in_one_sequence():
 
     mixed = [make(axis) for axis in (0, -1, -1, 0)]
     x = normal(0, 4, 4)
-    steps = [
-        training_step(model, run)
-        for model, run in [(stack(mixed), call), (nnx.List(mixed), oracle)]
-    ]
-    actual, expected = (step(params, rest, x, (), {}) for step, params, rest in steps)
-    assert_close(actual, expected)
+    assert_close(train(stack(mixed), x), train(nnx.List(mixed), x, run=oracle))
 
 
 # `reversible_scan` directly.
@@ -283,8 +278,7 @@ ALL = ["sequential", "reversible", "stored", "recompute_2", "invert_1"]
 )
 def test_gradients_equal_those_worked_out_by_hand(mode, depth, loss, y, a, b, x):
     layers = [ReversibleCouplingBlock(2, Scale(3), Scale(5)) for _ in range(depth)]
-    step, params, rest = training_step(stack(layers, mode), loss=loss)
-    out = step(params, rest, jnp.asarray([1.0, 2.0]), (), {})
+    out = train(stack(layers, mode), jnp.asarray([1.0, 2.0]), loss=loss)
     found = [
         [float(block[name]["factor"]) for block in out["parameters"]] for name in "FG"
     ]
@@ -311,8 +305,7 @@ def test_parameter_gradients_depend_on_what_is_rebuilt_and_linear_input_ones_do_
             ],
             **options,
         )
-        step, params, rest = training_step(made)
-        return step(params, rest, jnp.asarray([1.0, 2.0]), (), {})
+        return train(made, jnp.asarray([1.0, 2.0]))
 
     right, wrong = gradients(Additive()), gradients(NotUndone())
     assert_close(wrong["input"], right["input"])
@@ -358,9 +351,8 @@ def test_a_list_of_different_blocks_is_undone():
 
 @functools.cache
 def expected_inverse_step(depth):
-    step, params, rest = training_step(nnx.List(blocks("mlp", depth)), oracle_inverse)
-    k = kind("mlp")
-    return step(params, rest, k.x, k.args, k.kwargs)
+    k, plain = kind("mlp"), nnx.List(blocks("mlp", depth))
+    return train(plain, k.x, *k.args, run=oracle_inverse, transform=eager)
 
 
 @pytest.mark.parametrize(
@@ -368,21 +360,16 @@ def expected_inverse_step(depth):
 )
 def test_gradients_through_the_inverse_are_those_of_a_plain_inverse(mode):
     depth = 1 if mode == "block" else 7
-    step, params, rest = training_step(stack(blocks("mlp", depth), mode), inverse)
-    k = kind("mlp")
-    actual = jax.jit(step)(params, rest, k.x, k.args, k.kwargs)
+    k, model = kind("mlp"), stack(blocks("mlp", depth), mode)
+    actual = train(model, k.x, *k.args, run=inverse)
     assert_close(actual, expected_inverse_step(depth))
 
 
 def test_gradients_through_the_inverse_of_different_blocks_are_the_plain_ones():
-    k, results = kind("mlp"), []
-    for model, run in [
-        (stack(mixed_blocks(), "invert_2"), inverse),
-        (nnx.List(mixed_blocks()), oracle_inverse),
-    ]:
-        step, params, rest = training_step(model, run)
-        results.append(jax.jit(step)(params, rest, k.x, k.args, k.kwargs))
-    assert_close(*results)
+    k, plain = kind("mlp"), nnx.List(mixed_blocks())
+    actual = train(stack(mixed_blocks(), "invert_2"), k.x, *k.args, run=inverse)
+    expected = train(plain, k.x, *k.args, run=oracle_inverse, transform=eager)
+    assert_close(actual, expected)
 
 
 # Transformations of the gradient.
@@ -420,26 +407,25 @@ def test_hessian_vector_products_are_those_of_the_stored_stack(mode, order):
     assert_close(actual, expected_hessian_vector_product())
 
 
-@pytest.mark.parametrize(
-    "mode", ["sequential", "reversible", "recompute_2", "invert_1"]
-)
+def module_hessian_vector_product(model, run):
+    k = kind("attention")
+    function, params, rest = pure(model, run)
+
+    def loss(x):
+        return square(function(params, rest, x, k.args, k.kwargs)[0])
+
+    return jax.jit(lambda x: jax.jvp(jax.grad(loss), (x,), (jnp.cos(x),))[1])(k.x)
+
+
+@functools.cache
+def expected_module_hessian_vector_product():
+    return module_hessian_vector_product(nnx.List(blocks("attention", 2)), oracle)
+
+
+@pytest.mark.parametrize("mode", ["sequential", "reversible"])
 def test_hessian_vector_products_of_modules_are_those_of_the_stored_stack(mode):
-    k, products = kind("attention"), []
-    for model, run in [
-        (stack(blocks("attention", 2), mode), call),
-        (nnx.List(blocks("attention", 2)), oracle),
-    ]:
-        function, params, rest = pure(model, run)
-
-        def gradient(x, function=function, params=params, rest=rest):
-            return jax.grad(
-                lambda x: square(function(params, rest, x, k.args, k.kwargs)[0])
-            )(x)
-
-        products.append(
-            jax.jit(lambda x, g=gradient: jax.jvp(g, (x,), (jnp.cos(x),))[1])(k.x)
-        )
-    assert_close(*products)
+    actual = module_hessian_vector_product(stack(blocks("attention", 2), mode), call)
+    assert_close(actual, expected_module_hessian_vector_product())
 
 
 def test_one_vjp_is_pulled_back_twice():

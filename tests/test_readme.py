@@ -4,7 +4,6 @@ import pathlib
 import re
 import subprocess
 
-import jax
 import pytest
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -12,12 +11,8 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 PYTHON = re.findall(r"^```python\n(.*?)^```$", README, re.DOTALL | re.MULTILINE)
 
 
-@pytest.fixture(autouse=True)
-def jax_as_a_reader_has_it():
-    """The suite's strict settings are not those of somebody who copies the code."""
-    standard, allow = jax.numpy_dtype_promotion("standard"), "allow"
-    with jax.enable_x64(False), standard, jax.numpy_rank_promotion(allow):
-        yield
+# Somebody who copies the code has JAX's defaults.
+pytestmark = pytest.mark.usefixtures("jax_defaults")
 
 
 def command(name):

@@ -18,7 +18,7 @@ from stacks import (
     oracle,
     square,
     stack,
-    training_step,
+    train,
 )
 
 from revjax import ReversibleCouplingBlock, ReversibleSequence
@@ -102,14 +102,10 @@ def as_numbers(state):
 
 def compare(model, *args, jit=True, **kwargs):
     """Holds output, gradients and state after one step against the oracle."""
-    results = []
-    for run in (None, oracle):
-        if run is None:
-            step, params, rest = training_step(model)
-        else:
-            step, params, rest = _oracle_step(model)
-        results.append((jax.jit(step) if jit else step)(params, rest, X, args, kwargs))
-    actual, expected = results
+    plain = nnx.List(blocks_of(model))  # a list of their own, so that state shows
+    transform = jax.jit if jit else lambda step: step
+    actual = train(model, X, *args, transform=transform, **kwargs)
+    expected = train(plain, X, *args, run=_run_blocks, transform=transform, **kwargs)
     for part in ("y", "parameters", "input"):
         assert_close(actual[part], expected[part])
     for new, true in zip(
@@ -117,12 +113,6 @@ def compare(model, *args, jit=True, **kwargs):
     ):
         np.testing.assert_allclose(new, true, rtol=1e-12)
     return actual
-
-
-def _oracle_step(model):
-    """The oracle on the model's blocks as a list of their own, so that state shows."""
-    blocks = nnx.List(blocks_of(model))
-    return training_step(blocks, run=_run_blocks)
 
 
 def _run_blocks(blocks, x, *args, **kwargs):
