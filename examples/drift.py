@@ -69,6 +69,7 @@ def error(found: np.ndarray, true: np.ndarray) -> float:
     return float(np.linalg.norm(found - true) / np.linalg.norm(true))
 
 
+@jax.enable_x64(True)
 def row(branch, depth: int, gain: float, precision: str) -> list[str]:
     """Measures one row of the table."""
     key = jax.random.key(depth)
@@ -122,7 +123,6 @@ def main(argv: list[str] | None = None) -> None:
     )
     parser.add_argument("--plain", action="store_true", help="Markdown as it is")
     options = parser.parse_args(argv)
-    jax.config.update("jax_enable_x64", True)
     console = Console(width=120)
     cases = [
         (branch, depth, gain, precision)
