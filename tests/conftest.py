@@ -1,5 +1,6 @@
 import hypothesis
 import jax
+import pytest
 
 # Three lines that find more bugs than most tests. Modules that run float32 programs as
 # their users do set these options back for themselves.
@@ -10,3 +11,11 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 # Values only: a new shape would be a new compilation.
 hypothesis.settings.register_profile("few", max_examples=5, deadline=None)
 hypothesis.settings.load_profile("few")
+
+
+@pytest.fixture(scope="module")
+def quick_compilation():
+    """For tests of values only: they compile many programs, and run each one once."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
