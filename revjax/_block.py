@@ -67,7 +67,9 @@ class Step:
       n_common: The number of common arrays that the branch was given.
       reads_own, reads_common: What the branch's program uses of them.
       writes_own, writes_common: What it returns changed.
+      needs_own, needs_common: What its update depends on.
       aux: The structure of the branch's further outputs.
+      name: What error messages call the branch.
     """
 
     stream: int
@@ -80,7 +82,10 @@ class Step:
     reads_common: frozenset[int]
     writes_own: frozenset[int]
     writes_common: frozenset[int]
+    needs_own: frozenset[int]
+    needs_common: frozenset[int]
     aux: Any
+    name: str
 
     def __call__(
         self, own: Leaves, common: Leaves, others: Streams
@@ -94,6 +99,21 @@ class Step:
         own = override(own, {i: new_own[i] for i in self.writes_own})
         common = override(common, {i: new_common[i] for i in self.writes_common})
         return h, own, common, rest[self.n_own + self.n_common :]
+
+
+def _needs(jaxpr: Any, outputs: Iterable[int]) -> set[int]:
+    """Returns the places of a program's inputs that some of its outputs depend on."""
+    needed = {id(jaxpr.outvars[i]) for i in outputs}
+    for eqn in reversed(jaxpr.eqns):
+        out = {i for i, v in enumerate(eqn.outvars) if id(v) in needed}
+        if not out:
+            continue
+        read = range(len(eqn.invars))
+        if eqn.primitive.name in ("jit", "pjit", "checkpoint", "remat2"):
+            inner = eqn.params["jaxpr"]
+            read = _needs(getattr(inner, "jaxpr", inner), out)
+        needed |= {id(eqn.invars[i]) for i in read}
+    return {i for i, v in enumerate(jaxpr.invars) if id(v) in needed}
 
 
 def trace_step(
@@ -127,7 +147,10 @@ def trace_step(
 
     def program(own: list, common: list, others: tuple) -> tuple:
         h, *rest = branch(own, common, others)
-        return (_checks.branch_output(h, x, name), *rest)
+        h = _checks.branch_output(h, x, name)
+        for law in (coupling.combine, coupling.recover):
+            _checks.law(jax.eval_shape(law, x, h), x, law)
+        return (h, *rest)
 
     closed, shapes = jax.make_jaxpr(program, return_shape=True)(
         list(own), list(common), others
@@ -151,6 +174,7 @@ def trace_step(
     outputs += jaxpr.outvars[1 + n_own + n_common :]
     used = {id(v) for eqn in jaxpr.eqns for v in eqn.invars} | {id(v) for v in outputs}
     reads = {i for i, v in enumerate(invars) if id(v) in used}
+    needs = _needs(jaxpr, {0})
     step = Step(
         stream=stream,
         coupling=coupling,
@@ -163,7 +187,10 @@ def trace_step(
         | frozenset(consts),
         writes_own=frozenset(i for i in writes if i < n_own),
         writes_common=frozenset(i - n_own for i in writes if i >= n_own),
+        needs_own=frozenset(i for i in needs if i < n_own),
+        needs_common=frozenset(i - n_own for i in needs if n_own <= i < len(invars)),
         aux=jax.tree.structure(aux),
+        name=name,
     )
     return step, list(new_own), list(new_common)
 

@@ -4,7 +4,8 @@ A message names the argument in backticks and says what was expected, what was f
 and what to do.
 """
 
-from collections.abc import Iterable, Sequence
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -83,6 +84,17 @@ def coupling(value: Any) -> None:
             f"{describe(value)}; make its class a frozen dataclass without arrays."
         )
         raise TypeError(msg) from error
+
+
+def law(out: Any, x: Any, method: Callable) -> None:
+    """Checks what a coupling's `combine` or `recover` returns for the stream `x`."""
+    if (getattr(out, "shape", None), getattr(out, "dtype", None)) != (x.shape, x.dtype):
+        msg = (
+            f"`{getattr(method, '__qualname__', method)}` of the coupling must return "
+            f"an array of the stream's shape and dtype, {describe(x)}. Got "
+            f"{describe(out)}."
+        )
+        raise TypeError(msg)
 
 
 def mode(anchor_every: Any, between_anchors: Any, store_activations: Any) -> None:
@@ -258,6 +270,19 @@ def callable_(value: Any, name: str) -> None:
         raise TypeError(msg)
 
 
+def static_function(value: Any, name: str) -> None:
+    """Checks a branch that is a static argument."""
+    callable_(value, name)
+    try:
+        hash(value)
+    except TypeError as error:
+        msg = (
+            f"`{name}` must be hashable, since it is static: a function, for example. "
+            f"Got {describe(value)}."
+        )
+        raise TypeError(msg) from error
+
+
 def blocks(value: Any, kind: type, name: str = "blocks") -> list:
     """Checks a list of blocks, or what `make_block` built."""
     if isinstance(value, kind) or not isinstance(value, Iterable):
@@ -321,15 +346,31 @@ def same_context(before: Any, after: Any, name: str) -> None:
         raise ValueError(msg)
 
 
-def nothing_random(same: Iterable[bool], name: str) -> None:
-    """Checks that no branch draws from RNG streams, given which stayed the same."""
-    if not all(same):
+def can_be_undone(constant: bool, name: str) -> None:
+    """Checks that a branch returns the same in the inverse as in the call."""
+    if not constant:
         msg = (
-            f"{name} draws random numbers from RNG streams, which move on in each "
-            "call, so `inverse` cannot undo a call. Call `.eval()` on the model first, "
-            "or pass a key as context to both calls."
+            f"{name} depends on variables that move on in each call, such as RNG "
+            "streams or counters, so `inverse` cannot undo a call. Call `.eval()` on "
+            "the model first, or pass what moves (a key, say) as context to both calls."
         )
         raise ValueError(msg)
+
+
+@contextlib.contextmanager
+def reverse_mode() -> Iterator[None]:
+    """Says what to do where JAX refuses forward mode through the reversible rule."""
+    try:
+        yield
+    except TypeError as error:
+        if "forward-mode" not in str(error):
+            raise
+        msg = (
+            "Forward mode (jax.jvp, jax.jacfwd) cannot pass through a reversible "
+            "stack, whose derivative is defined for reverse mode. Build the stack with "
+            "`store_activations=True`, or take `jax.jacrev` or `jax.grad`."
+        )
+        raise TypeError(msg) from error
 
 
 def pair(value: Any, name: str, meaning: str) -> None:
@@ -371,13 +412,13 @@ def leading_axis(params: Any) -> int:
     return next(iter(sizes))
 
 
-def hashable(static: Any) -> None:
-    """Checks context that is not an array."""
+def hashable(static: Any, name: str = "context") -> None:
+    """Checks what is not an array."""
     try:
         hash(static)
     except TypeError as error:
         msg = (
-            "`context` must consist of arrays (and pytrees of them) and of hashable "
+            f"`{name}` must consist of arrays (and pytrees of them) and of hashable "
             f"values, which are static. Got an unhashable one: {error}."
         )
         raise TypeError(msg) from error

@@ -4,6 +4,7 @@ A coupling is elementwise mathematics and nothing else: a frozen dataclass that
 holds no arrays, so that it is hashable and equal when it is built again.
 """
 
+import abc
 import dataclasses
 from typing import Any
 
@@ -15,7 +16,7 @@ from jax.typing import DTypeLike
 from revjax import _checks
 
 
-class Coupling:
+class Coupling(abc.ABC):
     r"""What every coupling offers; subclass it to write a law of your own.
 
     A step of a block changes one stream, $x$, by the output $h$ of a branch
@@ -50,13 +51,13 @@ class Coupling:
         """Returns the stream as it is represented while it runs through a stack."""
         return x
 
+    @abc.abstractmethod
     def combine(self, x: Array, h: Array) -> Array:
         """Returns the changed stream, of the shape and dtype of `x`."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def recover(self, y: Array, h: Array) -> Array:
         """Returns the stream as it was before `combine`."""
-        raise NotImplementedError
 
     def pullback(self, x: Array, h: Array, y_ct: Array) -> tuple[Array, Array]:
         """Returns the cotangents of `x` and `h` from the one of `combine(x, h)`."""

@@ -138,8 +138,8 @@ class ReversibleCouplingBlock(nnx.Module):
           The input, up to rounding. No variable changes.
 
         Raises:
-          ValueError: If a branch draws random numbers from the module's own RNG
-            streams, which have moved on since the call.
+          ValueError: If a branch depends on variables that a call changes (RNG
+            streams, counters) and that have therefore moved on since the call.
         """
         return call([Segment(self)], Mode(), y, context, kwargs, inverse=True)
 
@@ -182,12 +182,14 @@ class ReversibleSequential(nnx.Module):
 
     def __call__(self, x: Array, *context: Any, **kwargs: Any) -> Array:
         """Runs the blocks in order; arguments as in `ReversibleCouplingBlock`."""
+        x = _checks.stream(x, "x")
         for block in self.blocks:
             x = block(x, *context, **kwargs)
         return x
 
     def inverse(self, y: Array, *context: Any, **kwargs: Any) -> Array:
         """Undoes the blocks, last to first; see `ReversibleCouplingBlock.inverse`."""
+        y = _checks.stream(y, "y")
         for block in reversed(self.blocks):
             y = block.inverse(y, *context, **kwargs)
         return y

@@ -132,8 +132,8 @@ def reversible_scan(
     """
     mode = Mode(anchor_every, between_anchors, store_activations)
     _checks.coupling(coupling)
-    _checks.callable_(f, "f")
-    _checks.callable_(g, "g")
+    for name, function in (("f", f), ("g", g)):
+        _checks.static_function(function, name)
     _checks.pair(params, "params", "(f_params, g_params)")
     _checks.pair(streams, "streams", "(x1, x2)")
     depth = _checks.leading_axis(params)
@@ -141,7 +141,8 @@ def reversible_scan(
     if not depth:
         return x1, x2
     arrays, rest = _partition(context)
-    return _scan(
-        f, g, tuple(params), (x1, x2), arrays,
-        coupling=coupling, mode=mode, depth=depth, rest=rest,
-    )  # fmt: skip
+    with _checks.reverse_mode():
+        return _scan(
+            f, g, tuple(params), (x1, x2), arrays,
+            coupling=coupling, mode=mode, depth=depth, rest=rest,
+        )  # fmt: skip

@@ -15,6 +15,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax import Array
 
@@ -62,10 +63,7 @@ class _Parts:
     @property
     def frame(self) -> "_Frame":
         """The static half."""
-        owners = [node for node in self.nodes for _ in jax.tree.leaves(node)]
-        random = (i for i, n in enumerate(owners) if isinstance(n, nnx.RngState))
-        structure = jax.tree.structure(self.nodes)
-        return _Frame(self.graphdef, self.paths, structure, frozenset(random))
+        return _Frame(self.graphdef, self.paths, jax.tree.structure(self.nodes))
 
     def write(self, target: Any, new: Mapping[int, Array]) -> None:
         """Updates the variables of `target` whose arrays, by place, are new."""
@@ -85,13 +83,11 @@ class _Frame:
     Attributes:
       graphdef, paths: As in `_Parts`.
       structure: The structure of the nodes, over their arrays.
-      random: The places of the arrays of RNG streams.
     """
 
     graphdef: Any
     paths: tuple[Path, ...]
     structure: Any
-    random: frozenset[int]
 
     def fill(self, leaves: Sequence[Any]) -> Any:
         """Returns such a module that holds `leaves`, in variables of its own."""
@@ -243,9 +239,7 @@ class _CallFrame:
     inverse: bool
 
 
-def _branch(
-    segment: _SegmentFrame, context: _Frame, method: str, name: str, *, inverse: bool
-) -> Branch:
+def _branch(segment: _SegmentFrame, context: _Frame, method: str, name: str) -> Branch:
     """Makes a branch of the core out of a method of a block."""
     n_context = context.structure.num_leaves
 
@@ -259,12 +253,6 @@ def _branch(
         block, given = _Parts.of(block), _Parts.of((args, kwargs))
         _checks.same_graph(segment.block, block.frame, name)
         _checks.same_context(context, given.frame, name)
-        if inverse:
-            for frame, old, new in (
-                (segment.block, leaves, block.leaves),
-                (context, common[before:], given.leaves),
-            ):
-                _checks.nothing_random([old[i] is new[i] for i in frame.random], name)
         placed = list(zip(segment.places, block.leaves, strict=True))
         new_common = override(
             [*common[:before], *given.leaves],
@@ -286,9 +274,7 @@ def _traced(own: Any, common: Any, x: Array, *, frame: _CallFrame) -> tuple:
         steps = tuple(
             BranchSpec(
                 stream=i,
-                branch=_branch(
-                    segment, frame.context, "fg"[i], name, inverse=frame.inverse
-                ),
+                branch=_branch(segment, frame.context, "fg"[i], name),
                 coupling=segment.coupling,
                 name=name,
             )
@@ -304,6 +290,15 @@ def _traced(own: Any, common: Any, x: Array, *, frame: _CallFrame) -> tuple:
 
 # Compiled once for equal frames, shapes and dtypes.
 _compiled = jax.jit(_traced, static_argnames="frame")
+
+
+def _scalars_to_arrays(context: Any) -> Any:
+    """Makes arrays of NumPy's scalars, which NNX takes for static attributes."""
+    return jax.tree.map(
+        lambda leaf: jnp.asarray(leaf) if isinstance(leaf, np.generic) else leaf,
+        context,
+        is_leaf=lambda node: isinstance(node, nnx.Pytree),
+    )
 
 
 def _closes_over(block: Any) -> bool:
@@ -330,10 +325,10 @@ def call(
     inverse: bool = False,
 ) -> Array:
     """Runs segments on `x` and writes back what the branches changed."""
+    x = _checks.stream(x, "y" if inverse else "x")
     if not segments:
         return x
-    x = _checks.stream(x, "y" if inverse else "x")
-    context = _Parts.of((args, kwargs))
+    context = _Parts.of(_scalars_to_arrays((args, kwargs)))
     blocks = [_Parts.of(segment.block) for segment in segments]
 
     # Variables that all blocks of a segment share, or that occur in several segments.
@@ -354,6 +349,9 @@ def call(
             places += place_of[id(node)]
         own.append([a for a, p in zip(parts.leaves, places, strict=True) if p is None])
         block, last = segment.block, first + len(segment) - 1
+        _checks.even(block.dim, "dim")
+        _checks.integer(block.axis, "axis")
+        _checks.coupling(block.coupling)
         frames.append(
             _SegmentFrame(
                 block=parts.frame,
@@ -368,10 +366,12 @@ def call(
         first = last + 1
     shared = len(common)
     frame = _CallFrame(tuple(frames), context.frame, mode, inverse)
-    _checks.hashable(frame)
+    _checks.hashable(frame.context)
+    _checks.hashable(frame.segments, "blocks")
     open_ = any(_closes_over(segment.block) for segment in segments)
     run_call = _traced if open_ else _compiled
-    y, changed, moving = run_call(own, [*common, *context.leaves], x, frame=frame)
+    with _checks.reverse_mode():
+        y, changed, moving = run_call(own, [*common, *context.leaves], x, frame=frame)
 
     for segment, parts, new, static in zip(
         segments, blocks, changed, frames, strict=True

@@ -10,12 +10,13 @@ The other ways of running a stack are made of the same parts: `store_activations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
+from jax.extend.core import jaxpr_as_fun
 
 from revjax import _block, _checks
 from revjax._block import Branch, Leaves, Step, Streams, override
@@ -71,11 +72,13 @@ class Plan:
       segments: In the order in which a call runs them.
       backwards: Whether a call runs the blocks of each segment from last to first.
       moving: The places of the common arrays that a call changes.
+      backward: Programs of the backward pass, by what is differentiated.
     """
 
     segments: tuple[Segment, ...]
     backwards: bool
     moving: tuple[int, ...]
+    backward: dict = dataclasses.field(init=False, default_factory=dict)
 
 
 def _unpack(x: Any, axis: int | None) -> Streams:
@@ -174,9 +177,13 @@ def _flags(leaves: Leaves) -> list[Array]:
     return [jnp.zeros((0, int(flag)), bool) for flag in wanted]
 
 
-def _wanted(flags: Sequence[Array]) -> frozenset[int]:
-    """Undoes `_flags`: the places of the arrays that are differentiated."""
-    return frozenset(i for i, flag in enumerate(flags) if flag.shape[-1])
+def _wanted(flags: tuple[list, list]) -> tuple[frozenset[int], ...]:
+    """Undoes `_flags`: the places of what is differentiated, by segment, in common."""
+    own, common = flags
+    return tuple(
+        frozenset(i for i, flag in enumerate(group) if flag.shape[-1])
+        for group in (*own, common)
+    )
 
 
 def _live(cts: Any) -> dict[int, Array]:
@@ -197,10 +204,41 @@ def reversible(plan: Plan, own: Sequence[Leaves], common: Leaves, x: Any) -> Any
 
 
 def _reversible_fwd(plan: Plan, own: Any, common: Any, x: Any) -> tuple[Any, Any]:
+    """Runs the stack and traces the backward pass, within the user's named axes.
+
+    By the time that JAX asks for the backward pass it has left them, and a branch's
+    collectives would not find theirs.
+    """
     flags = [_flags(leaves) for leaves in own], _flags(common)
     own, common, x = jax.tree.map(lambda p: p.value, (own, common, x))
     out, kept = _run_and_keep(plan, own, common, x, keep=True)
-    return out, (flags, own, common, out[0], kept)
+    residuals = flags, own, common, out[0], kept
+    none = (
+        [{} for _ in plan.segments],
+        {},
+        [[{} for _ in s.steps] for s in plan.segments],
+    )
+    plan.backward[_wanted(flags)] = jax.make_jaxpr(
+        lambda residuals, y_ct: _walk_back(plan, residuals, y_ct, *none),
+        return_shape=True,
+    )(residuals, out[0])
+    return out, residuals
+
+
+def _reversible_bwd(plan: Plan, residuals: Any, cts: Any) -> tuple[Any, Any, Any]:
+    flags, _, _, y, _ = residuals
+    y_ct, changed_ct, moving_ct, outputs_ct = cts
+    y_ct = jax.tree.map(_instantiate, y, y_ct)
+    further_ct = (
+        [_live(new_ct) for new_ct in changed_ct],
+        _live(moving_ct),
+        [[_live(ct) for ct in segment_ct] for segment_ct in outputs_ct],
+    )
+    if jax.tree.leaves(further_ct):
+        return _walk_back(plan, residuals, y_ct, *further_ct)
+    program, result = plan.backward[_wanted(flags)]
+    leaves = jaxpr_as_fun(program)(*jax.tree.leaves((residuals, y_ct)))
+    return jax.tree.unflatten(jax.tree.structure(result), leaves)
 
 
 def _retreat(
@@ -232,12 +270,17 @@ def _retreat(
     return (streams, streams_ct, common_ct), d_own
 
 
-def _reversible_bwd(plan: Plan, residuals: Any, cts: Any) -> tuple[Any, Any, Any]:
-    (own_flags, common_flags), own, common, y, kept = residuals
-    wanted, wanted_common = [_wanted(f) for f in own_flags], _wanted(common_flags)
-    y_ct, changed_ct, moving_ct, outputs_ct = cts
-    y_ct = jax.tree.map(_instantiate, y, y_ct)
-    moving_ct = _live(moving_ct)
+def _walk_back(
+    plan: Plan,
+    residuals: Any,
+    y_ct: Any,
+    changed_ct: Sequence[Mapping[int, Array]],
+    moving_ct: Mapping[int, Array],
+    outputs_ct: Sequence[Sequence[Mapping[int, Array]]],
+) -> tuple[list, list, Any]:
+    """Returns the cotangents of a stack's own and common arrays, and of its input."""
+    flags, own, common, y, kept = residuals
+    *wanted, wanted_common = _wanted(flags)
     common_ct = {}
     for i, leaf in enumerate(common):
         if _block.is_inexact(leaf) and (i in wanted_common or i in plan.moving):
@@ -259,7 +302,7 @@ def _reversible_bwd(plan: Plan, residuals: Any, cts: Any) -> tuple[Any, Any, Any
         carry, d_own = loop(
             functools.partial(_retreat, segment, common, wanted_own),
             (streams, streams_ct, common_ct),
-            (list(leaves), replay, _live(new_ct), [_live(cts) for cts in further_ct]),
+            (list(leaves), replay, new_ct, further_ct),
             segment.length,
             backwards=not plan.backwards,
         )
@@ -318,6 +361,11 @@ def make_plan(
 
 def inverted(plan: Plan) -> Plan:
     """Returns the plan of the inverse, which reads variables and changes none."""
+    for segment in plan.segments:
+        written = frozenset[int]().union(*(s.writes_own for s in segment.steps))
+        for step in segment.steps:
+            moved = step.needs_own & written | step.needs_common & set(plan.moving)
+            _checks.can_be_undone(not moved, step.name)
 
     def inverted_step(step: Step) -> Step:
         return dataclasses.replace(

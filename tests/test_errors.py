@@ -269,6 +269,12 @@ def test_a_branch_that_cannot_be_called_is_refused(name, branch, found):
 class Unhashable(Coupling):
     strength: float = 1.0
 
+    def combine(self, x, h):
+        return x + self.strength * h
+
+    def recover(self, y, h):
+        return y - self.strength * h
+
 
 class Wordy:
     def __repr__(self):
@@ -501,18 +507,18 @@ def test_a_shared_variable_must_keep_its_shape_and_dtype(new, found):
     every_call_says(ValueError, message, stack, X)
 
 
-RANDOM = (
-    "`F` of {} draws random numbers from RNG streams, which move on in each call, so "
-    "`inverse` cannot undo a call. Call `.eval()` on the model first, or pass a key as "
-    "context to both calls."
+MOVES = (
+    "`F` of {} depends on variables that move on in each call, such as RNG streams or "
+    "counters, so `inverse` cannot undo a call. Call `.eval()` on the model first, or "
+    "pass what moves (a key, say) as context to both calls."
 )
 
 
 @frames
 def test_an_inverse_that_draws_random_numbers_is_refused(build, where):
     model = build(lambda: block(nnx.Dropout(0.5, rngs=nnx.Rngs(0))))
-    says(ValueError, RANDOM.format(where), model.inverse, X)
-    says(ValueError, RANDOM.format(where), jax.eval_shape, model.inverse, X)
+    says(ValueError, MOVES.format(where), model.inverse, X)
+    says(ValueError, MOVES.format(where), jax.eval_shape, model.inverse, X)
     nnx.view(model, deterministic=True).inverse(X)  # which switches dropout off
 
 
@@ -522,7 +528,43 @@ def test_an_inverse_that_draws_from_rngs_in_its_context_is_refused(build, where)
         return x + jax.random.normal(rngs(), x.shape, x.dtype)
 
     model = build(lambda: block(Scale(noisy)))
-    says(ValueError, RANDOM.format(where), model.inverse, X, nnx.Rngs(0))
+    says(ValueError, MOVES.format(where), model.inverse, X, nnx.Rngs(0))
+
+
+class Counts(nnx.Module):
+    def __init__(self):
+        self.calls = nnx.Variable(jnp.zeros((), X.dtype))
+
+    def __call__(self, x):
+        self.calls[...] += 1
+        return x * self.calls[...]
+
+
+class Watches(nnx.Module):
+    """Changes what it never reads for its output, also inside jit and checkpoint."""
+
+    def __init__(self):
+        self.mean = nnx.BatchStat(jnp.zeros(2, X.dtype))
+
+    def __call__(self, x):
+        @jax.jit
+        @jax.checkpoint
+        def forward(x, mean):
+            return 2 * x, 0.9 * mean + jnp.mean(x, 0)
+
+        x, self.mean[...] = forward(x, self.mean[...])
+        return x
+
+
+@frames
+def test_an_inverse_that_depends_on_a_counter_is_refused(build, where):
+    model = build(lambda: block(Counts()))
+    says(ValueError, MOVES.format(where), model.inverse, X)
+
+
+def test_an_inverse_beside_which_state_moves_is_run():
+    model = ReversibleSequence([block(Watches()) for _ in range(3)])
+    np.testing.assert_allclose(model.inverse(model(X)), X, rtol=1e-6)
 
 
 class NoHash:
@@ -927,3 +969,139 @@ def test_complex_input_is_refused_where_the_streams_are_real(build, where):
         "part would be lost. Use `Additive(dtype=jnp.complex64)`, or pass `x.real`."
     )
     every_call_says(TypeError, message, model, X.astype(np.complex64))
+
+
+# --- what is found out at a call ----------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Summed(Coupling):
+    """A law that loses the shape in one direction."""
+
+    wrong: str
+
+    def combine(self, x, h):
+        return x.sum() if self.wrong == "combine" else x + h
+
+    def recover(self, y, h):
+        return (y - h).astype(jnp.float16) if self.wrong == "recover" else y - h
+
+
+@frames
+@pytest.mark.parametrize(
+    ("wrong", "found"), [("combine", "float32[]"), ("recover", "float16[2, 2]")]
+)
+def test_a_coupling_must_keep_the_streams_shape_and_dtype(build, where, wrong, found):
+    message = (
+        f"`Summed.{wrong}` of the coupling must return an array of the stream's shape "
+        f"and dtype, float32[2, 2]. Got {found}."
+    )
+    model = build(lambda: block(coupling=Summed(wrong)))
+    every_call_says(TypeError, message, model, X)
+
+
+def test_a_coupling_without_laws_cannot_be_made():
+    with pytest.raises(TypeError, match=r"abstract methods? '?combine"):
+        Coupling()  # type: ignore[abstract]
+
+
+@frames
+def test_a_blocks_static_attributes_must_be_hashable(build, where):
+    def make():
+        made = block(same, same)
+        made.option = NoHash()
+        return made
+
+    model = build(make)
+    message = (
+        "`blocks` must consist of arrays (and pytrees of them) and of hashable "
+        "values, which are static. Got an unhashable one: unhashable type: 'NoHash'."
+    )
+    says(TypeError, message, model, X)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("dim", 3, "`dim` must be an even number, to be split in two streams. Got 3."),
+        ("axis", 1.0, "`axis` must be an int. Got 1.0 of type float."),
+        (
+            "coupling",
+            "additive",
+            "`coupling` must be a coupling, such as `revjax.Additive()`. Got "
+            "'additive' of type str.",
+        ),
+    ],
+)
+def test_options_of_a_block_are_checked_again_when_it_is_called(name, value, message):
+    changed = block()
+    setattr(changed, name, value)
+    error = ValueError if name == "dim" else TypeError
+    says(error, message, changed, X)
+
+
+@pytest.mark.parametrize("stack", STACKS)
+def test_an_empty_stack_refuses_what_a_full_one_refuses(stack):
+    message = (
+        "`{}` must be a floating-point or complex array. Got int32[2]; convert it "
+        "first, for example with `.astype(jnp.float32)`."
+    )
+    x = np.ones(2, np.int32)
+    says(TypeError, message.format("x"), stack([]), x)
+    says(TypeError, message.format("y"), stack([]).inverse, x)
+
+
+class NoHashBranch:
+    __hash__ = None  # type: ignore[assignment]
+
+    def __call__(self, params, x):
+        return x
+
+
+@pytest.mark.parametrize("name", ["f", "g"])
+def test_a_branch_of_reversible_scan_must_be_hashable(name):
+    message = (
+        f"`{name}` must be hashable, since it is static: a function, for example. Got "
+        "an object of type NoHashBranch."
+    )
+    says(TypeError, message, scan, **{name: NoHashBranch()})
+
+
+# --- forward mode -------------------------------------------------------------------
+
+FORWARD_MODE = (
+    "Forward mode (jax.jvp, jax.jacfwd) cannot pass through a reversible stack, whose "
+    "derivative is defined for reverse mode. Build the stack with "
+    "`store_activations=True`, or take `jax.jacrev` or `jax.grad`."
+)
+FORWARD = {
+    "jvp": lambda f: jax.jvp(f, (X,), (X,)),
+    "jacfwd": lambda f: jax.jacfwd(f)(X),
+}
+
+
+@frames
+@pytest.mark.parametrize("transform", list(FORWARD))
+def test_forward_mode_names_what_to_do(build, where, transform):
+    model = build(block)
+    if getattr(model, "anchor_every", 0):
+        model.between_anchors = "invert"
+    says(TypeError, FORWARD_MODE, FORWARD[transform], model)
+
+
+@pytest.mark.parametrize("transform", list(FORWARD))
+@pytest.mark.parametrize("options", [{"store_activations": True}, {"anchor_every": 1}])
+def test_forward_mode_works_where_blocks_only_run_forward(transform, options):
+    stack = ReversibleSequence([block(), block()], **options)
+    want = jax.jacrev(ReversibleSequence([block(), block()]))(X)
+    if transform == "jvp":
+        want = jnp.einsum("abcd,cd->ab", want, X)
+    for f in (stack, jax.jit(stack)):
+        got = FORWARD[transform](f)
+        got = got[1] if transform == "jvp" else got
+        np.testing.assert_allclose(got, want, rtol=1e-6)
+
+
+def test_forward_mode_of_reversible_scan_names_what_to_do():
+    w = np.ones(3, np.float32)
+    says(TypeError, FORWARD_MODE, jax.jvp, lambda w: scan(params=(w, w)), (w,), (w,))
