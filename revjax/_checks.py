@@ -118,11 +118,13 @@ def mode(anchor_every: Any, between_anchors: Any, store_activations: Any) -> Non
             f"Got {describe(between_anchors)}."
         )
         raise ValueError(msg)
-    if not isinstance(store_activations, bool):
-        msg = (
-            "`store_activations` must be a bool, True or False. Got "
-            f"{describe(store_activations)}."
-        )
+    boolean(store_activations, "store_activations")
+
+
+def boolean(value: Any, name: str) -> None:
+    """Checks an option that is on or off."""
+    if not isinstance(value, bool):
+        msg = f"`{name}` must be a bool, True or False. Got {describe(value)}."
         raise TypeError(msg)
 
 
@@ -167,6 +169,24 @@ def even(size: int, name: str) -> None:
             f"`{name}` must be an even number, to be split in two streams. Got {size}."
         )
         raise ValueError(msg)
+
+
+def with_aux(out: Any, name: str) -> tuple[Any, Any]:
+    """Checks what a branch with further outputs returned."""
+    if not isinstance(out, tuple) or len(out) != 2:
+        msg = (
+            f"{name} must return a pair `(h, aux)`, since `has_aux` is True. Got "
+            f"{describe(out)}."
+        )
+        raise TypeError(msg)
+    for path, leaf in jax.tree_util.tree_leaves_with_path(out[1]):
+        if not is_array(leaf):
+            msg = (
+                f"`aux{jax.tree_util.keystr(path)}` of {name} must be an array. Got "
+                f"{describe(leaf)}."
+            )
+            raise TypeError(msg)
+    return out
 
 
 def branch_output(h: Any, x: Any, name: str) -> jax.Array:
@@ -424,6 +444,22 @@ def hashable(static: Any, name: str = "context") -> None:
         raise TypeError(msg) from error
 
 
+def per_block(value: Any, blocks: int) -> None:
+    """Checks what a `PerBlock` holds."""
+    for path, leaf in jax.tree_util.tree_leaves_with_path(value):
+        where = "PerBlock" + jax.tree_util.keystr(path)
+        if not is_array(leaf):
+            msg = f"`{where}` must be an array. Got {describe(leaf)}."
+            raise TypeError(msg)
+        if not leaf.ndim or leaf.shape[0] != blocks:
+            msg = (
+                f"`{where}` must have a leading axis of size {blocks}, one entry for "
+                f"each block. Got {describe(leaf)}; pass what all blocks share without "
+                "`PerBlock`."
+            )
+            raise ValueError(msg)
+
+
 def nothing_traced(hoisted: Sequence[Any]) -> None:
     """Checks that branches of a pure function close over no traced value."""
     for value in hoisted:
@@ -435,3 +471,28 @@ def nothing_traced(hoisted: Sequence[Any]) -> None:
                 "streams, value)`."
             )
             raise ValueError(msg)
+
+
+def backward_state(state: Any) -> None:
+    """Checks what the backward pass is to update."""
+    for path, leaf in jax.tree_util.tree_leaves_with_path(state):
+        if not is_array(leaf) or not jnp.issubdtype(leaf.dtype, jnp.floating):
+            msg = (
+                f"`state{jax.tree_util.keystr(path)}` must be a floating-point array, "
+                f"since its update comes as a gradient. Got {describe(leaf)}."
+            )
+            raise TypeError(msg)
+
+
+def backward_update(state: Any, new: Any) -> None:
+    """Checks what `update` made of `state`."""
+
+    def types(tree: Any) -> Any:
+        return jax.tree.map(lambda a: (jnp.shape(a), jnp.result_type(a)), tree)
+
+    if types(state) != types(new):
+        msg = (
+            "`update` must return arrays like `state`, "
+            f"{jax.tree.map(describe, state)}. Got {jax.tree.map(describe, new)}."
+        )
+        raise TypeError(msg)

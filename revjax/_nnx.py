@@ -7,9 +7,10 @@ from flax import nnx
 from jax import Array
 
 from revjax import _checks
+from revjax._calls import call, for_block
 from revjax._couplings import Additive, Coupling
 from revjax._modes import BetweenAnchors, Mode
-from revjax._segments import Segment, born_stacked, call, stack_alike
+from revjax._segments import Segment, born_stacked, stack_alike
 
 
 class ReversibleCouplingBlock(nnx.Module):
@@ -118,7 +119,8 @@ class ReversibleCouplingBlock(nnx.Module):
           x: The input, `[..., dim, ...]`, floating-point or complex.
           *context: Further arguments of the branches: arrays, which receive gradients
             if they are floating-point; pytrees of them; NNX modules such as `nnx.Rngs`,
-            which are updated; anything else is static.
+            which are updated; `revjax.PerBlock`, of which each block of a stack
+            receives its own entry; anything else is static.
           **kwargs: The same, by keyword.
 
         Returns:
@@ -183,15 +185,17 @@ class ReversibleSequential(nnx.Module):
     def __call__(self, x: Array, *context: Any, **kwargs: Any) -> Array:
         """Runs the blocks in order; arguments as in `ReversibleCouplingBlock`."""
         x = _checks.stream(x, "x")
-        for block in self.blocks:
-            x = block(x, *context, **kwargs)
+        for i, block in enumerate(self.blocks):
+            args, named = for_block(i, len(self), context, kwargs)
+            x = block(x, *args, **named)
         return x
 
     def inverse(self, y: Array, *context: Any, **kwargs: Any) -> Array:
         """Undoes the blocks, last to first; see `ReversibleCouplingBlock.inverse`."""
         y = _checks.stream(y, "y")
-        for block in reversed(self.blocks):
-            y = block.inverse(y, *context, **kwargs)
+        for i in reversed(range(len(self))):
+            args, named = for_block(i, len(self), context, kwargs)
+            y = self.blocks[i].inverse(y, *args, **named)
         return y
 
 

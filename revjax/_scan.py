@@ -10,23 +10,25 @@ from jax import Array
 from revjax import _checks
 from revjax._block import Branch
 from revjax._couplings import Additive, Coupling
+from revjax._inputs import give, take
 from revjax._modes import BetweenAnchors, Mode, run
 from revjax._stack import BranchSpec, SegmentSpec, make_plan
 
 
 @functools.partial(
-    jax.jit, static_argnames=("f", "g", "coupling", "mode", "depth", "rest")
+    jax.jit, static_argnames=("f", "g", "coupling", "mode", "depth", "rest", "has_aux")
 )
-def _scan(f, g, params, streams, arrays, *, coupling, mode, depth, rest):
+def _scan(f, g, inputs, streams, arrays, *, coupling, mode, depth, rest, has_aux):
     """`reversible_scan` after its checks, compiled once for equal static arguments."""
-    f_params, g_params = params
-    own, treedef = jax.tree.flatten((f_params, g_params))
+    own, treedef = jax.tree.flatten(inputs)
     common, merge = arrays, _merge(rest)
 
     def branch(function: Callable, index: int) -> Branch:
         def evaluate(own, common, others):
-            params = jax.tree.unflatten(treedef, own)[index]
-            return function(params, *others, *merge(common)), own, common, ()
+            params, entries = jax.tree.unflatten(treedef, own)
+            h = function(params[index], *others, *give(merge(common), entries))
+            h, aux = _checks.with_aux(h, f"`{'fg'[index]}`") if has_aux else (h, ())
+            return h, own, common, aux
 
         return evaluate
 
@@ -36,7 +38,12 @@ def _scan(f, g, params, streams, arrays, *, coupling, mode, depth, rest):
     )
     plan, hoisted = make_plan([SegmentSpec(steps, depth, None)], [own], common, streams)
     _checks.nothing_traced(hoisted)
-    return run(plan, mode, [own], [*common, *hoisted], streams)[0]
+    y, *_, (outputs,) = run(plan, mode, [own], [*common, *hoisted], streams)
+    aux = tuple(
+        jax.tree.unflatten(step.aux, leaves)
+        for step, leaves in zip(plan.segments[0].steps, outputs, strict=True)
+    )
+    return (y, aux) if has_aux else y
 
 
 def _partition(tree: Any) -> tuple[list, tuple]:
@@ -70,7 +77,8 @@ def reversible_scan(
     anchor_every: int = 0,
     between_anchors: BetweenAnchors = "recompute",
     store_activations: bool = False,
-) -> tuple[Array, Array]:
+    has_aux: bool = False,
+) -> Any:
     r"""Runs a stack of reversible blocks on a pair of streams, as a pure function.
 
     Block $i$ of `depth` computes, with its slice of the parameters,
@@ -93,7 +101,8 @@ def reversible_scan(
       streams: The pair `(x1, x2)` of floating-point or complex arrays.
       *context: Further arguments of both branches, the same for every block. Arrays
         (floating-point ones receive the sum of their gradients over the blocks) and
-        pytrees of them; anything else is static and must be hashable.
+        pytrees of them; `PerBlock`, of which each block receives its own entry;
+        anything else is static and must be hashable.
       coupling: The law by which a stream changes.
       anchor_every: 0 keeps the output alone. `A > 0` keeps the streams at every A-th
         block. It need not divide the depth.
@@ -103,15 +112,18 @@ def reversible_scan(
         anchor, so that rounding errors build up over at most A blocks.
       store_activations: Ordinary autodiff, whatever `anchor_every` is: for forward
         mode, debugging, comparison.
+      has_aux: Whether each branch returns a pair `(h, aux)`: besides the update a
+        pytree of arrays, such as a loss that balances the load of experts.
 
     Returns:
       The pair `(y1, y2)`, of the shapes of `streams`, in the dtype of the coupling's
-      streams.
+      streams. If `has_aux`, the pair of that pair and `(f_aux, g_aux)`, where each
+      array has a leading axis of size `depth`; its gradient flows.
 
     Raises:
       TypeError: If `streams` is not a pair of floating-point or complex arrays, if a
-        branch returns no array, if an option is of the wrong type, or if static
-        context is not hashable.
+        branch returns no array (or no pair, if `has_aux`), if an option is of the wrong
+        type, or if static context is not hashable.
       ValueError: If a branch changes the shape of its stream, if leading axes of
         `params` disagree or are missing, if an option has a wrong value, or if a
         branch closes over a traced value.
@@ -131,6 +143,7 @@ def reversible_scan(
       Activations*, arXiv:1707.04585.
     """
     mode = Mode(anchor_every, between_anchors, store_activations)
+    _checks.boolean(has_aux, "has_aux")
     _checks.coupling(coupling)
     for name, function in (("f", f), ("g", g)):
         _checks.static_function(function, name)
@@ -138,11 +151,10 @@ def reversible_scan(
     _checks.pair(streams, "streams", "(x1, x2)")
     depth = _checks.leading_axis(params)
     x1, x2 = (coupling.encode(_checks.stream(x, "streams")) for x in streams)
-    if not depth:
-        return x1, x2
-    arrays, rest = _partition(context)
+    shared, entries = take(context, depth)
+    arrays, rest = _partition(shared)
     with _checks.reverse_mode():
         return _scan(
-            f, g, tuple(params), (x1, x2), arrays,
-            coupling=coupling, mode=mode, depth=depth, rest=rest,
+            f, g, (tuple(params), entries), (x1, x2), arrays,
+            coupling=coupling, mode=mode, depth=depth, rest=rest, has_aux=has_aux,
         )  # fmt: skip

@@ -324,6 +324,15 @@ def _instantiate(primal: Array, ct: Any) -> Array:
 reversible.defvjp(_reversible_fwd, _reversible_bwd, symbolic_zeros=True)
 
 
+def _entry(stacked: Array) -> Array:
+    """Returns what a scan hands to a block, also where there is none."""
+    return (
+        lax.index_in_dim(stacked, 0, keepdims=False)
+        if stacked.size
+        else (jnp.empty(stacked.shape[1:], stacked.dtype))
+    )
+
+
 def make_plan(
     specs: Sequence[SegmentSpec], own: Sequence[Leaves], common: Leaves, x: Any
 ) -> tuple[Plan, list]:
@@ -345,7 +354,7 @@ def make_plan(
         streams = jax.eval_shape(functools.partial(_unpack, axis=spec.axis), x)
         block = list(leaves)
         if spec.length is not None:
-            block = jax.eval_shape(lambda a: [leaf[0] for leaf in a], block)
+            block = [jax.eval_shape(_entry, leaf) for leaf in block]
         after, steps = list(common), []
         for step in spec.steps:
             traced, block, after = _block.trace_step(

@@ -18,16 +18,27 @@ files = pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
 # A file imports those of lower rank alone.
 RANKS = {
     "_checks": 0,
+    "_backward": 1,
     "_couplings": 1,
+    "_inputs": 1,
     "_block": 2,
     "_stack": 3,
     "_modes": 4,
     "_scan": 5,
-    "_segments": 5,
+    "_modules": 3,
+    "_segments": 4,
+    "_calls": 5,
     "_nnx": 6,
-    "__init__": 7,
+    "diagnostics": 7,
+    "__init__": 8,
 }
-FLAX = {"_segments", "_nnx"}  # the only files that know Flax
+FLAX = {
+    "_modules",
+    "_segments",
+    "_calls",
+    "_nnx",
+    "diagnostics",
+}  # the only files that know Flax
 
 
 def tree(path):

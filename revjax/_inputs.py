@@ -1,0 +1,96 @@
+"""Inputs of the branches that differ from block to block."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from revjax import _checks
+
+
+@jax.tree_util.register_pytree_node_class
+class PerBlock:
+    """Context of which each block receives its own entry.
+
+    Wrap an argument of a stack's call in it, and block `i` receives entry `i` along the
+    leading axis of every array in it: a layer's own mask, a drop-path rate, a position
+    in depth. Floating-point arrays receive gradients, each entry that of its block.
+
+    Args:
+      value: A pytree of arrays, `[depth, ...]`.
+
+    Raises:
+      TypeError: At a call, if `value` holds anything but arrays.
+      ValueError: At a call, if a leading axis is not the number of blocks.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from revjax import PerBlock, reversible_scan
+      >>> def branch(w, x, rate): return rate * w * x
+      >>> w, x = jnp.ones(3), (jnp.ones(2), jnp.ones(2))
+      >>> rates = PerBlock(jnp.array([1.0, 0.0, 0.0]))
+      >>> y1, y2 = reversible_scan(branch, branch, (w, w), x, rates)
+      >>> y1.tolist(), y2.tolist()
+      ([2.0, 2.0], [3.0, 3.0])
+    """
+
+    def __init__(self, value: Any) -> None:
+        """Wraps the arrays; see the class."""
+        self.value = value
+
+    def __repr__(self) -> str:
+        """Returns how to build it."""
+        return f"PerBlock({self.value!r})"
+
+    def __getitem__(self, blocks: slice) -> "PerBlock":
+        """Returns the entries of some of the blocks."""
+        return PerBlock(jax.tree.map(lambda a: a[blocks], self.value))
+
+    def tree_flatten(self) -> tuple[tuple, None]:
+        """Takes it apart, as a pytree."""
+        return (self.value,), None
+
+    @classmethod
+    def tree_unflatten(cls, static: None, children: tuple) -> "PerBlock":
+        """Undoes `tree_flatten`."""
+        return cls(*children)
+
+
+class _Slot:
+    """Stands in a context where a `PerBlock` was; static."""
+
+
+_SLOT = _Slot()
+
+
+def on_per_block(
+    f: Callable[[PerBlock], Any], context: Any, closed: tuple[type, ...] = ()
+) -> Any:
+    """Replaces each `PerBlock` in a context; leaves nodes of type `closed` alone."""
+    return jax.tree.map(
+        lambda node: f(node) if isinstance(node, PerBlock) else node,
+        context,
+        is_leaf=lambda node: isinstance(node, (PerBlock, *closed)),
+    )
+
+
+def take(context: Any, blocks: int, closed: tuple[type, ...] = ()) -> tuple[Any, list]:
+    """Takes the values of each `PerBlock` out of a context, after a check."""
+    values: list = []
+
+    def out(node: PerBlock) -> _Slot:
+        _checks.per_block(node.value, blocks)
+        values.append(node.value)
+        return _SLOT
+
+    return on_per_block(out, context, closed), values
+
+
+def give(context: Any, values: list, closed: tuple[type, ...] = ()) -> Any:
+    """Puts values back where `take` took them out."""
+    value = iter(values)
+    return jax.tree.map(
+        lambda node: next(value) if node is _SLOT else node,
+        context,
+        is_leaf=lambda node: isinstance(node, closed),
+    )

@@ -1,0 +1,1 @@
+"""Tools that check a user's own reversible blocks."""
