@@ -150,6 +150,11 @@ def for_block(i: int, blocks: int, args: tuple, kwargs: dict) -> tuple[tuple, di
     return on_per_block(entry, (args, kwargs), _CLOSED)
 
 
+def unwrap(args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+    """Returns a block's context as its branches receive it."""
+    return on_per_block(lambda node: node[0].value, (args, kwargs), _CLOSED)
+
+
 def _closes_over(block: Any) -> bool:
     """Says whether a branch is a function that may differ at the next call.
 

@@ -327,6 +327,14 @@ def blocks(value: Any, kind: type, name: str = "blocks") -> list:
     return value
 
 
+def model(value: Any, kinds: tuple[type, ...]) -> None:
+    """Checks what is to be looked at."""
+    if not isinstance(value, kinds):
+        names = ", ".join(kind.__name__ for kind in kinds)
+        msg = f"`model` must be one of {names}. Got {describe(value)}."
+        raise TypeError(msg)
+
+
 def index(i: Any, length: int) -> int:
     """Checks an index; returns it without a sign."""
     integer(i, "index")

@@ -42,7 +42,7 @@ class PerBlock:
         """Returns how to build it."""
         return f"PerBlock({self.value!r})"
 
-    def __getitem__(self, blocks: slice) -> "PerBlock":
+    def __getitem__(self, blocks: int | slice) -> "PerBlock":
         """Returns the entries of some of the blocks."""
         return PerBlock(jax.tree.map(lambda a: a[blocks], self.value))
 

@@ -5,6 +5,7 @@ from typing import Any
 
 from flax import nnx
 from jax import Array
+from jax.typing import ArrayLike
 
 from revjax import _checks
 from revjax._calls import call, for_block
@@ -112,7 +113,7 @@ class ReversibleCouplingBlock(nnx.Module):
         """Returns what changes the second stream, given the first; may be rewritten."""
         return self.G(x, *context, **kwargs)
 
-    def __call__(self, x: Array, *context: Any, **kwargs: Any) -> Array:
+    def __call__(self, x: ArrayLike, *context: Any, **kwargs: Any) -> Array:
         """Runs the block.
 
         Args:
@@ -128,7 +129,7 @@ class ReversibleCouplingBlock(nnx.Module):
         """
         return call([Segment(self)], Mode(), x, context, kwargs)
 
-    def inverse(self, y: Array, *context: Any, **kwargs: Any) -> Array:
+    def inverse(self, y: ArrayLike, *context: Any, **kwargs: Any) -> Array:
         """Returns the input that gave `y`, with the variables as they are now.
 
         Args:
@@ -182,21 +183,21 @@ class ReversibleSequential(nnx.Module):
         """Returns block `i` itself."""
         return self.blocks[_checks.index(i, len(self))]
 
-    def __call__(self, x: Array, *context: Any, **kwargs: Any) -> Array:
+    def __call__(self, x: ArrayLike, *context: Any, **kwargs: Any) -> Array:
         """Runs the blocks in order; arguments as in `ReversibleCouplingBlock`."""
-        x = _checks.stream(x, "x")
+        y = _checks.stream(x, "x")
         for i, block in enumerate(self.blocks):
             args, named = for_block(i, len(self), context, kwargs)
-            x = block(x, *args, **named)
-        return x
+            y = block(y, *args, **named)
+        return y
 
-    def inverse(self, y: Array, *context: Any, **kwargs: Any) -> Array:
+    def inverse(self, y: ArrayLike, *context: Any, **kwargs: Any) -> Array:
         """Undoes the blocks, last to first; see `ReversibleCouplingBlock.inverse`."""
-        y = _checks.stream(y, "y")
+        x = _checks.stream(y, "y")
         for i in reversed(range(len(self))):
             args, named = for_block(i, len(self), context, kwargs)
-            y = self.blocks[i].inverse(y, *args, **named)
-        return y
+            x = self.blocks[i].inverse(x, *args, **named)
+        return x
 
 
 class ReversibleSequence(nnx.Module):
@@ -326,11 +327,11 @@ class ReversibleSequence(nnx.Module):
         segment, k = places[_checks.index(i, len(places))]
         return segment[k]
 
-    def __call__(self, x: Array, *context: Any, **kwargs: Any) -> Array:
+    def __call__(self, x: ArrayLike, *context: Any, **kwargs: Any) -> Array:
         """Runs the blocks in order; arguments as in `ReversibleCouplingBlock`."""
         return call(self.segments, self._mode(), x, context, kwargs)
 
-    def inverse(self, y: Array, *context: Any, **kwargs: Any) -> Array:
+    def inverse(self, y: ArrayLike, *context: Any, **kwargs: Any) -> Array:
         """Undoes the blocks, last to first; see `ReversibleCouplingBlock.inverse`."""
         return call(self.segments, self._mode(), y, context, kwargs, inverse=True)
 

@@ -531,7 +531,7 @@ def test_an_inverse_that_draws_from_rngs_in_its_context_is_refused(build, where)
     says(ValueError, MOVES.format(where), model.inverse, X, nnx.Rngs(0))
 
 
-class Counts(nnx.Module):
+class Advances(nnx.Module):
     def __init__(self):
         self.calls = nnx.Variable(jnp.zeros((), X.dtype))
 
@@ -558,7 +558,7 @@ class Watches(nnx.Module):
 
 @frames
 def test_an_inverse_that_depends_on_a_counter_is_refused(build, where):
-    model = build(lambda: block(Counts()))
+    model = build(lambda: block(Advances()))
     says(ValueError, MOVES.format(where), model.inverse, X)
 
 
@@ -1009,7 +1009,7 @@ def test_a_coupling_without_laws_cannot_be_made():
 def test_a_blocks_static_attributes_must_be_hashable(build, where):
     def make():
         made = block(same, same)
-        made.option = NoHash()
+        made.option = NoHash()  # type: ignore[attr-defined]
         return made
 
     model = build(make)

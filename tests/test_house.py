@@ -29,8 +29,9 @@ RANKS = {
     "_segments": 4,
     "_calls": 5,
     "_nnx": 6,
-    "diagnostics": 7,
-    "__init__": 8,
+    "_trials": 7,
+    "diagnostics": 8,
+    "__init__": 9,
 }
 FLAX = {
     "_modules",
