@@ -31,6 +31,11 @@ from revjax._trials import (
     segments_of,
 )
 
+# Every program here runs once or twice, so it is compiled quickly rather than well.
+_jit = functools.partial(
+    jax.jit, compiler_options={"xla_backend_optimization_level": 0}
+)
+
 
 @dataclasses.dataclass(frozen=True)
 class Check:
@@ -150,8 +155,8 @@ def check_reversible(model: Model, x: Any, *context: Any, **kwargs: Any) -> Repo
     found = f"{_checks.describe(x)} to {_checks.describe(y)}, {trial.depth} blocks"
     checks = [Check("contract", True, found)]
     inverse_check, inverse_errors = _inverse(trial, x, eps)
-    want = jax.jit(stored)(state, x)
-    run = jax.jit(product)
+    want = _jit(stored)(state, x)
+    run = _jit(product)
     got, again = run(state, x), run(state, x)
     gradient_check, gradient_errors = _gradients(got[2], want[2], eps)
     evaluation_check, evaluations = _evaluations(trial, x)
@@ -277,7 +282,7 @@ def _evaluations(trial: Trial, x: Array) -> tuple[Check, dict[str, int]]:
 
     def count(run: Callable) -> dict[str, int]:
         counts.clear()
-        jax.block_until_ready(jax.jit(run)(spied_trial.state, x))
+        jax.block_until_ready(_jit(run)(spied_trial.state, x))
         jax.effects_barrier()
         return {name: counts[name] for name in "fg"}
 

@@ -18,7 +18,6 @@ from revjax import (
 )
 from revjax.diagnostics import check_reversible
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 X = normal(0, 3, 2 * HALF)
 CHECKS = [

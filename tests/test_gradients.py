@@ -35,7 +35,6 @@ from revjax import (
     reversible_scan,
 )
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 # Not every combination, but every depth, branch, interval and way of building a stack
 # with every mode: (mode, depth, branches, how it is built).

@@ -8,7 +8,13 @@ import pytest
 
 ROOT = pathlib.Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-PYTHON = re.findall(r"^```python\n(.*?)^```$", README, re.DOTALL | re.MULTILINE)
+CODE = re.compile(r"^```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+PYTHON = CODE.findall(README)
+PAGES = [
+    page
+    for page in sorted((ROOT / "docs").glob("*.md"))
+    if CODE.search(page.read_text(encoding="utf-8"))
+]
 
 
 # Somebody who copies the code has JAX's defaults.
@@ -30,6 +36,16 @@ def test_the_readme_has_code_to_run():
 def test_the_code_of_the_readme_runs(code):
     names = {"__name__": "readme"}
     exec(compile(code, str(ROOT / "README.md"), "exec"), names)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_the_code_of_each_page_runs_as_one_program(page):
+    code = "\n".join(CODE.findall(page.read_text(encoding="utf-8")))
+    exec(compile(code, str(page), "exec"), {"__name__": page.stem})
+
+
+def test_the_guide_has_code_to_run():
+    assert ROOT / "docs" / "guide.md" in PAGES
 
 
 @pytest.mark.parametrize("name", ["main", "test"])
@@ -61,6 +77,14 @@ def test_ci_runs_the_readmes_test_command():
 
 def test_no_figure_is_left_to_be_measured():
     assert "TBD" not in README
+
+
+def test_every_test_that_the_readme_names_exists():
+    named = re.findall(r"`(tests/[\w/]+\.py)`[^|]*\|", README)
+    assert named
+    for file, name in re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", README):
+        text = (ROOT / file).read_text(encoding="utf-8")
+        assert re.search(rf"^def {name}\b", text, re.MULTILINE), f"{file}::{name}"
 
 
 def test_every_file_that_the_readme_links_to_exists():

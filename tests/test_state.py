@@ -23,7 +23,6 @@ from stacks import (
 
 from revjax import ReversibleCouplingBlock, ReversibleSequence
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 DEPTH = 3
 X = normal(0, 6, 2 * HALF)

@@ -1,4 +1,3 @@
-import pytest
 from cases import builtin, load
 
 
@@ -14,8 +13,3 @@ def pytest_generate_tests(metafunc):
         path = metafunc.config.getoption("--case", default=None)
         cases = {path: load(path)} if path else builtin()
         metafunc.parametrize("case", list(cases.values()), ids=list(cases))
-
-
-@pytest.fixture(autouse=True)
-def _compile_quickly(quick_compilation):
-    """The checks compare values and count; nothing runs long."""
