@@ -54,6 +54,24 @@ def accumulator_dtype(dtype: Any) -> Any:
     return np.promote_types(dtype, np.float32)
 
 
+def widened(common: Leaves, moving: Iterable[int]) -> list:
+    """Returns common arrays in the dtype in which autodiff is to sum their cotangents.
+
+    Those that blocks change stay as they are.
+    """
+    return [
+        leaf.astype(accumulator_dtype(leaf.dtype))
+        if is_inexact(leaf) and i not in moving
+        else leaf
+        for i, leaf in enumerate(common)
+    ]
+
+
+def _narrow(leaf: Any, variable: Any) -> Any:
+    dtype = variable.aval.dtype
+    return leaf if leaf.dtype == dtype else leaf.astype(dtype)
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Step:
     """One step of a block, its branch traced to a program.
@@ -90,9 +108,19 @@ class Step:
     def __call__(
         self, own: Leaves, common: Leaves, others: Streams
     ) -> tuple[Array, list, list, list]:
-        """Evaluates the branch. Returns its update, own, common and aux leaves."""
-        closed = ClosedJaxpr(self.jaxpr, [common[i] for i in self.consts])
-        out = jaxpr_as_fun(closed)(*own, *common[: self.n_common], *others)
+        """Evaluates the branch. Returns its update, own, common and aux leaves.
+
+        Common arrays may come in a wider dtype; see `widened`.
+        """
+        places = range(self.n_common)
+        variables = self.jaxpr.invars[self.n_own : self.n_own + self.n_common]
+        given = [_narrow(common[i], v) for i, v in zip(places, variables, strict=True)]
+        consts = [
+            _narrow(common[i], v)
+            for i, v in zip(self.consts, self.jaxpr.constvars, strict=True)
+        ]
+        closed = ClosedJaxpr(self.jaxpr, consts)
+        out = jaxpr_as_fun(closed)(*own, *given, *others)
         h, rest = out[0], out[1:]
         new_own = rest[: self.n_own]
         new_common = rest[self.n_own : self.n_own + self.n_common]

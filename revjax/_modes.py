@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from revjax import _checks
-from revjax._block import Leaves, override
+from revjax._block import Leaves, override, widened
 from revjax._stack import Plan, loop, reversible, stored
 
 BetweenAnchors = Literal["recompute", "invert"]
@@ -136,10 +136,12 @@ def _run_chunks(
 
 def run(plan: Plan, mode: Mode, own: Sequence[Leaves], common: Leaves, x: Any) -> Any:
     """Runs a stack in the given mode; returns what `stored` returns."""
+    blocks = sum(segment.blocks for segment in plan.segments)
+    if not (mode.store_activations or mode.anchor_every and blocks):
+        return reversible(plan, own, common, x)
+    common = widened(common, plan.moving)
     if mode.store_activations:
         return stored(plan, own, common, x)
-    if not mode.anchor_every:
-        return reversible(plan, own, common, x)
     if mode.between_anchors == "invert":
         chunk_run = reversible
     else:

@@ -68,8 +68,8 @@ def _merge(rest: tuple) -> Callable[[Sequence[Array]], Any]:
 
 
 def reversible_scan(
-    f: Callable[..., Array],
-    g: Callable[..., Array],
+    f: Callable[..., Any],
+    g: Callable[..., Any],
     params: tuple[Any, Any],
     streams: tuple[Array, Array],
     *context: Any,

@@ -117,7 +117,8 @@ def test_a_stack_of_no_blocks_is_the_identity(make):
 
 @modes
 def test_reversible_scan_of_depth_0_is_the_identity(options):
-    empty, x = jnp.zeros(0), normal(0, 2, 3)
+    x = normal(0, 2, 3)
+    empty = jnp.zeros(0, x.dtype)
     y = reversible_scan(scanned, scanned, (empty, empty), (x, x), **options)
     close(y, (x, x), 0)
 
