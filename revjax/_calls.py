@@ -21,7 +21,7 @@ from jax import Array
 from revjax import _checks
 from revjax._block import Branch, override
 from revjax._couplings import Coupling
-from revjax._inputs import PerBlock, give, on_per_block, take
+from revjax._inputs import PerBlock, give, on_per_block, take, take_again
 from revjax._modes import Mode, run
 from revjax._modules import Frame, Parts
 from revjax._segments import Segment
@@ -88,8 +88,9 @@ def _branch(
         per_block = jax.tree.unflatten(frame.per_block, entries)
         args, kwargs = give(context, per_block, _CLOSED)
         h = getattr(block, method)(*others, *args, **kwargs)
-        block, given = Parts.of(block), Parts.of(context)
+        block = Parts.of(block)
         _checks.same_graph(segment.block, block.frame, name)
+        given = Parts.of(take_again(context, (args, kwargs), _CLOSED))
         _checks.same_context(frame.context, given.frame, name)
         placed = list(zip(segment.places, block.leaves, strict=True))
         new_common = override(

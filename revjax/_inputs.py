@@ -86,6 +86,25 @@ def take(context: Any, blocks: int, closed: tuple[type, ...] = ()) -> tuple[Any,
     return on_per_block(out, context, closed), values
 
 
+def take_again(context: Any, given: Any, closed: tuple[type, ...] = ()) -> Any:
+    """Undoes `give`, also where a branch has written into the containers.
+
+    Returns:
+      The context; what has changed its structure, or has none like it, as it is.
+    """
+    leaves, treedef = jax.tree.flatten(
+        context, is_leaf=lambda node: isinstance(node, closed)
+    )
+    try:
+        after = treedef.flatten_up_to(given)
+    except ValueError:
+        return given
+    slots = (old is _SLOT for old in leaves)
+    return treedef.unflatten(
+        _SLOT if slot else new for slot, new in zip(slots, after, strict=True)
+    )
+
+
 def give(context: Any, values: list, closed: tuple[type, ...] = ()) -> Any:
     """Puts values back where `take` took them out."""
     value = iter(values)

@@ -137,7 +137,7 @@ def _run_chunks(
 def run(plan: Plan, mode: Mode, own: Sequence[Leaves], common: Leaves, x: Any) -> Any:
     """Runs a stack in the given mode; returns what `stored` returns."""
     blocks = sum(segment.blocks for segment in plan.segments)
-    if not (mode.store_activations or mode.anchor_every and blocks):
+    if not (mode.store_activations or (mode.anchor_every and blocks)):
         return reversible(plan, own, common, x)
     common = widened(common, plan.moving)
     if mode.store_activations:

@@ -1,5 +1,6 @@
 import hypothesis
 import jax
+import pytest
 
 # Three lines that find more bugs than most tests. Modules that run float32 programs as
 # their users do set these options back for themselves.
@@ -16,6 +17,9 @@ hypothesis.settings.register_profile("few", max_examples=5, deadline=None)
 hypothesis.settings.load_profile("few")
 
 
-@__import__("pytest").fixture(scope="module")
-def quick_compilation():
+@pytest.fixture
+def full_optimization():
+    """For what is measured in a compiled program."""
+    jax.config.update("jax_disable_most_optimizations", False)
     yield
+    jax.config.update("jax_disable_most_optimizations", True)

@@ -674,6 +674,7 @@ class Dropped(Gained):
 FLAGS = ("jax_custom_vjp3", "jax_remat3")  # on their way to become JAX's defaults
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("on", "mode", "counts"),
     [

@@ -13,6 +13,7 @@ from flax import nnx
 from revjax import (
     Additive,
     Coupling,
+    PerBlock,
     ReversibleCouplingBlock,
     ReversibleSequence,
     ReversibleSequential,
@@ -1105,3 +1106,16 @@ def test_forward_mode_works_where_blocks_only_run_forward(transform, options):
 def test_forward_mode_of_reversible_scan_names_what_to_do():
     w = np.ones(3, np.float32)
     says(TypeError, FORWARD_MODE, jax.jvp, lambda w: scan(params=(w, w)), (w,), (w,))
+
+
+def test_a_context_with_entries_of_single_blocks_may_not_be_restructured_either():
+    def writes(x, notes, rate):
+        notes["x"] = x
+        return x
+
+    message = (
+        "`F` of ReversibleCouplingBlock must not change the structure of its "
+        "`context`. Return what it computes, or keep it in an nnx.Variable."
+    )
+    rate = PerBlock(np.ones(1, np.float32))
+    says(ValueError, message, block(Scale(writes)), X, {"a": X}, rate)

@@ -8,6 +8,7 @@ import drift
 pytestmark = pytest.mark.usefixtures("jax_defaults")
 
 
+@pytest.mark.slow
 def test_the_benchmark_prints_ratios_and_draws_memory(capsys, tmp_path):
     plot = tmp_path / "memory.png"
     sizes = ["--depth", "4", "--width", "8", "--batch", "4", "--rounds", "2"]

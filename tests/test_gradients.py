@@ -35,7 +35,6 @@ from revjax import (
     reversible_scan,
 )
 
-
 # Not every combination, but every depth, branch, interval and way of building a stack
 # with every mode: (mode, depth, branches, how it is built).
 EAGER_AND_JITTED = [
@@ -111,7 +110,7 @@ def expected_step(name, depth, built_from):
 variants: Any = chex.variants  # its annotations do not say that it can be called
 
 
-class GradientsEqualThoseOfTheStoredStackTest(chex.TestCase):
+class _GradientTest(chex.TestCase):
     """For every parameter, the input and every float context."""
 
     def check(self, mode, depth, name, built_from):
@@ -124,11 +123,16 @@ class GradientsEqualThoseOfTheStoredStackTest(chex.TestCase):
         assert_close(actual["input"], expected["input"])
         assert_close(actual["context"], expected["context"])
 
+
+class GradientsEqualThoseOfTheStoredStackTest(_GradientTest):
     @variants(with_jit=True, without_jit=True)
     @named(EAGER_AND_JITTED)
     def test_eager_and_jitted(self, *case):
         self.check(*case)
 
+
+@pytest.mark.slow
+class MoreGradientsEqualThoseOfTheStoredStackTest(_GradientTest):
     @variants(with_jit=True)
     @named(JITTED)
     def test_jitted(self, *case):

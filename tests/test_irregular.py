@@ -35,6 +35,8 @@ from revjax import (
     reversible_scan,
 )
 
+pytestmark = pytest.mark.slow
+
 DEPTH = 3
 X = normal(0, 3, 2 * HALF)
 in_modes = pytest.mark.parametrize(

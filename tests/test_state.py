@@ -23,7 +23,6 @@ from stacks import (
 
 from revjax import ReversibleCouplingBlock, ReversibleSequence
 
-
 DEPTH = 3
 X = normal(0, 6, 2 * HALF)
 MODES = ["sequential", "reversible", "stored", "recompute_2", "invert_2"]

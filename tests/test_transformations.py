@@ -27,6 +27,8 @@ from test_evaluations import equations
 
 from revjax import ReversibleCouplingBlock, ReversibleSequence
 
+pytestmark = pytest.mark.slow
+
 DEPTH = 3
 X = normal(0, 2, 2 * HALF)
 SHIFT = normal(1, 1, HALF)

@@ -148,18 +148,19 @@ def close(got, want, x):
     jax.tree.map(compare, got, want)
 
 
-def agrees(make_block, mode, case, *args, depth=DEPTH, **kwargs):
+def agrees(make_block, mode, case, depth=DEPTH, transform=jax.jit, **kwargs):
     """A step of a stack agrees with the oracle's in output, state and gradients."""
     kwargs = case.kwargs | kwargs
     model = build(make_block, mode, depth)
-    got = run(model, case.x, *case.args, *args, **kwargs)
+    got = run(model, case.x, *case.args, transform=transform, **kwargs)
     oracle = nnx.List(listed(make_block, depth))
-    want = run(oracle, case.x, *case.args, *args, **kwargs)
+    want = run(oracle, case.x, *case.args, **kwargs)
     close(got, want, case.x)
     return got
 
 
-def residual_bytes(case, depth, **options):
+def gradient_of(case, depth, **options):
+    """A function to the pullback of a stack, and its abstract arguments."""
     model = nnx.eval_shape(
         lambda: ReversibleSequence.create(
             case.make_block, depth, rngs=nnx.Rngs(0), **options
@@ -170,18 +171,32 @@ def residual_bytes(case, depth, **options):
     def call(state, x):
         return nnx.merge(graphdef, state, copy=True)(x, *case.args, **case.kwargs)
 
+    return call, (state, case.x)
+
+
+def residual_bytes(case, depth, **options):
+    call, (state, x) = gradient_of(case, depth, **options)
+
     def nbytes(tree):
         floats = (
             a for a in jax.tree.leaves(tree) if jnp.issubdtype(a.dtype, jnp.inexact)
         )
         return sum(a.size * a.dtype.itemsize for a in floats)
 
-    kept = jax.eval_shape(lambda *args: jax.vjp(call, *args)[1], state, case.x)
-    plan = jax.jit(
-        lambda *args: jax.vjp(call, *args)[1](jnp.ones(case.x.shape, case.x.dtype))
-    ).lower(state, case.x).compile().memory_analysis()  # fmt: skip
+    kept = jax.eval_shape(lambda *args: jax.vjp(call, *args)[1], state, x)
+    return nbytes(kept) - nbytes(state)
+
+
+def scratch_bytes(case, depth, **options):
+    call, arguments = gradient_of(case, depth, **options)
+
+    def gradient(*arguments):
+        y, pullback = jax.vjp(call, *arguments)
+        return pullback(jnp.ones_like(y))
+
+    plan = jax.jit(gradient).lower(*arguments).compile().memory_analysis()
     assert plan is not None
-    return nbytes(kept) - nbytes(state), plan.temp_size_in_bytes
+    return plan.temp_size_in_bytes
 
 
 # --- what a block is dressed in -----------------------------------------------------
@@ -270,12 +285,12 @@ class Law(Dress):
 
 
 @modes
-@pytest.mark.parametrize("transform", [jax.jit, lambda f: f], ids=["jit", "eager"])
-def test_a_gradients_are_those_of_autodiff(case, mode, transform):
-    model = build(case.make_block, mode)
-    got = run(model, case.x, *case.args, transform=transform, **case.kwargs)
-    oracle = nnx.List(listed(case.make_block))
-    close(got, run(oracle, case.x, *case.args, **case.kwargs), case.x)
+def test_a_gradients_are_those_of_autodiff(case, mode):
+    agrees(case.make_block, mode, case)
+
+
+def test_a_gradients_of_an_eager_step_are_those_of_autodiff(case):
+    agrees(case.make_block, "reversible", case, transform=lambda step: step)
 
 
 @modes
@@ -386,17 +401,15 @@ def test_h_float_context_receives_its_gradient(case, mode, computed):
 
 
 def test_i_kept_memory_is_flat_in_depth(case):
-    shallow, deep = (residual_bytes(case, depth)[0] for depth in (4, 12))
-    stored = [residual_bytes(case, d, store_activations=True)[0] for d in (4, 12)]
-    state = nnx.state(nnx.eval_shape(lambda: case.make_block(nnx.Rngs(0))), nnx.Param)
+    shallow, deep = (residual_bytes(case, depth) for depth in (4, 12))
+    stored = [residual_bytes(case, d, store_activations=True) for d in (4, 12)]
     assert 0 <= shallow == deep <= case.x.nbytes
-    assert jax.tree.leaves(state)
     assert stored[1] > 2 * stored[0] > 0
 
 
 def test_j_scratch_is_flat_in_depth(case):
-    shallow, deep = (residual_bytes(case, depth)[1] for depth in (4, 12))
-    stored = [residual_bytes(case, d, store_activations=True)[1] for d in (4, 12)]
+    shallow, deep = (scratch_bytes(case, depth) for depth in (4, 12))
+    stored = [scratch_bytes(case, d, store_activations=True) for d in (4, 12)]
     assert shallow == deep
     assert stored[1] > 1.5 * stored[0]
 
@@ -407,7 +420,7 @@ def test_k_a_users_own_coupling(case, mode):
 
 
 @few_modes
-@pytest.mark.parametrize("depth", [1, 2, 4])
+@pytest.mark.parametrize("depth", [1, 2])
 def test_l_odd_and_even_depth(case, mode, depth):
     agrees(case.make_block, mode, case, depth=depth)
 
@@ -425,13 +438,12 @@ def test_m_inputs_of_single_blocks_matter(case, mode):
     assert not np.allclose(y, other)
 
 
-@few_modes
-def test_n_one_key_decides_everything(case, mode):
+def test_n_one_key_decides_everything(case):
     make_block = dressed(case.make_block, Dropout())
 
     def step(seed):
         rngs = nnx.Rngs(seed)
-        model = ReversibleSequence.create(make_block, DEPTH, rngs=rngs, **MODES[mode])
+        model = ReversibleSequence.create(make_block, DEPTH, rngs=rngs)
         return run(model, case.x, *case.args, **case.kwargs)
 
     one, again, other = (jax.tree.map(host, step(seed)) for seed in (0, 0, 1))
