@@ -1,10 +1,10 @@
 """Checks A to O of a reversible block, which can be run on a block of one's own.
 
-    pytest tests/conformance --case my_package.my_module:CASE
+    pytest tests/conformance --case my_package.my_module
 
-where `CASE` is a `cases.Case`. A block is dressed in what a check needs (dropout, batch
-statistics, context) by a subclass, so any block can be given. The oracle is the same
-blocks in a Python loop under ordinary autodiff.
+where the module defines what `cases.Case` has. A block is dressed in what a check needs
+(dropout, statistics, context) by a subclass, so any block can be given. The oracle is
+the same blocks in a Python loop under ordinary autodiff.
 """
 
 import collections
@@ -142,9 +142,8 @@ def close(got, want, x):
     largest = max(np.max(np.abs(a), initial=0) for a in jax.tree.leaves(want))
     assert largest > 0
     rtol = tolerance(x.dtype)
-    compare = functools.partial(
-        np.testing.assert_allclose, rtol=rtol, atol=1e-3 * rtol * largest
-    )
+    atol = rtol * largest * (1e-3 if x.dtype == np.float64 else 0.1)
+    compare = functools.partial(np.testing.assert_allclose, rtol=rtol, atol=atol)
     jax.tree.map(compare, got, want)
 
 
@@ -184,7 +183,7 @@ def residual_bytes(case, depth, **options):
         return sum(a.size * a.dtype.itemsize for a in floats)
 
     kept = jax.eval_shape(lambda *args: jax.vjp(call, *args)[1], state, x)
-    return nbytes(kept) - nbytes(state)
+    return nbytes(kept) - nbytes((state, case.args, case.kwargs))
 
 
 def scratch_bytes(case, depth, **options):
@@ -236,10 +235,10 @@ class Statistics(Dress):
 
 
 class Shift(Dress):
-    """Float context, which changes what both branches see."""
+    """Float context, which changes what both branches see and return."""
 
     def branch(self, block, name, plain, x, *args, shift, **kwargs):
-        return plain(block, x + shift, *args, **kwargs)
+        return (1 + shift) * plain(block, x + shift, *args, **kwargs)
 
 
 class Rate(Dress):
@@ -386,8 +385,10 @@ def test_h_float_context_receives_its_gradient(case, mode, computed):
         return
 
     def gradient(model):
+        graphdef, state = nnx.split(model)
+
         def loss(shift):
-            call = model
+            call = model = nnx.merge(graphdef, state, copy=True)
             if isinstance(model, nnx.List):
                 call = functools.partial(loop, model)
             upstream = jnp.tanh(shift) * jnp.cos(shift)
@@ -403,7 +404,7 @@ def test_h_float_context_receives_its_gradient(case, mode, computed):
 def test_i_kept_memory_is_flat_in_depth(case):
     shallow, deep = (residual_bytes(case, depth) for depth in (4, 12))
     stored = [residual_bytes(case, d, store_activations=True) for d in (4, 12)]
-    assert 0 <= shallow == deep <= case.x.nbytes
+    assert shallow == deep <= case.x.nbytes
     assert stored[1] > 2 * stored[0] > 0
 
 
@@ -455,8 +456,14 @@ def test_n_one_key_decides_everything(case):
 def test_o_each_branch_is_evaluated_once_a_pass(case, mode):
     make_block = dressed(case.make_block, Count())
     model = build(make_block, mode)
+    graphdef, state = nnx.split(model)
+
+    @jax.jit
+    def forward(state, x):
+        return nnx.merge(graphdef, state)(x, *case.args, **case.kwargs)
+
     Count.counts.clear()
-    jax.block_until_ready(jax.jit(model)(case.x, *case.args, **case.kwargs))
+    jax.block_until_ready(forward(state, case.x))
     assert Count.counts == {"f": DEPTH, "g": DEPTH}
     Count.counts.clear()
     jax.block_until_ready(run(model, case.x, *case.args, **case.kwargs))
