@@ -1132,7 +1132,9 @@ def test_what_holds_on_one_device_holds_on_eight():
         "JAX_PLATFORMS": "cpu",
         "XLA_FLAGS": f"{flags} --xla_force_host_platform_device_count=8",
     }
-    options = "-q -p no:cacheprovider -p no:xdist -o python_functions=eight_devices_*"
+    options = (
+        "-q -m slow -p no:cacheprovider -p no:xdist -o python_functions=eight_devices_*"
+    )
     run = subprocess.run(
         [sys.executable, "-m", "pytest", *options.split(), __file__],
         env=environment,
