@@ -72,7 +72,8 @@ class Plan:
       segments: In the order in which a call runs them.
       backwards: Whether a call runs the blocks of each segment from last to first.
       moving: The places of the common arrays that a call changes.
-      backward: Programs of the backward pass, by what is differentiated.
+      backward: Programs of the backward pass, by what is differentiated, and by
+        whether more than the output has a cotangent.
     """
 
     segments: tuple[Segment, ...]
@@ -122,12 +123,9 @@ def _advance(
     written: frozenset[int] = frozenset()
     replay = []
     for step, (own_before, common_before) in zip(segment.steps, before, strict=True):
-        replay.append(
-            (
-                {i: own_before[i] for i in step.reads_own & written},
-                {i: common_before[i] for i in step.reads_common & moving.keys()},
-            )
-        )
+        read = {i: own_before[i] for i in step.reads_own & written}
+        read_common = {i: common_before[i] for i in step.reads_common & moving.keys()}
+        replay.append((read, read_common))
         written |= step.writes_own
     changed = {i: new_own[i] for i in written}
     moving = {i: new_common[i] for i in moving}
@@ -186,15 +184,17 @@ def _wanted(flags: tuple[list, list]) -> tuple[frozenset[int], ...]:
     )
 
 
+def _dense(cts: Any) -> dict[int, Array]:
+    """Returns the cotangents of what has one, by place."""
+    items = cts.items() if isinstance(cts, dict) else enumerate(cts)
+    return {i: _instantiate(ct, ct) for i, ct in items if _block.is_inexact(ct)}
+
+
 def _live(cts: Any) -> dict[int, Array]:
     """Returns the cotangents that are there, by place; the others are zero."""
     items = cts.items() if isinstance(cts, dict) else enumerate(cts)
-    return {
-        i: ct
-        for i, ct in items
-        if not isinstance(ct, jax.custom_derivatives.SymbolicZero)
-        and _block.is_inexact(ct)
-    }
+    zero = jax.custom_derivatives.SymbolicZero
+    return _dense({i: ct for i, ct in items if not isinstance(ct, zero)})
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -207,37 +207,47 @@ def _reversible_fwd(plan: Plan, own: Any, common: Any, x: Any) -> tuple[Any, Any
     """Runs the stack and traces the backward pass, within the user's named axes.
 
     By the time that JAX asks for the backward pass it has left them, and a branch's
-    collectives would not find theirs.
+    collectives would not find theirs. What is not known yet is whether state and
+    further outputs will have cotangents: usually not.
     """
     flags = [_flags(leaves) for leaves in own], _flags(common)
     own, common, x = jax.tree.map(lambda p: p.value, (own, common, x))
     out, kept = _run_and_keep(plan, own, common, x, keep=True)
     residuals = flags, own, common, out[0], kept
-    none = (
-        [{} for _ in plan.segments],
-        {},
-        [[{} for _ in s.steps] for s in plan.segments],
-    )
-    plan.backward[_wanted(flags)] = jax.make_jaxpr(
-        lambda residuals, y_ct: _walk_back(plan, residuals, y_ct, *none),
-        return_shape=True,
-    )(residuals, out[0])
+    key, y, further = _wanted(flags), out[0], out[1:]
+
+    def trace(further_ct: tuple) -> tuple:
+        walk = functools.partial(_walk_back, plan)
+        return jax.make_jaxpr(walk, return_shape=True)(residuals, y, *further_ct)
+
+    plan.backward[key, False] = trace(_further(further, lambda _: {}))
+    if any(step.jaxpr.effects for s in plan.segments for step in s.steps):
+        plan.backward[key, True] = trace(_further(further, _dense))
     return out, residuals
+
+
+def _further(cts: Sequence, choose: Callable[[Any], dict]) -> tuple[list, dict, list]:
+    """Chooses among the cotangents of what a stack returns besides its output."""
+    changed, moving, outputs = cts
+    return (
+        [choose(new) for new in changed],
+        choose(moving),
+        [[choose(leaves) for leaves in segment] for segment in outputs],
+    )
 
 
 def _reversible_bwd(plan: Plan, residuals: Any, cts: Any) -> tuple[Any, Any, Any]:
     flags, _, _, y, _ = residuals
-    y_ct, changed_ct, moving_ct, outputs_ct = cts
-    y_ct = jax.tree.map(_instantiate, y, y_ct)
-    further_ct = (
-        [_live(new_ct) for new_ct in changed_ct],
-        _live(moving_ct),
-        [[_live(ct) for ct in segment_ct] for segment_ct in outputs_ct],
-    )
-    if jax.tree.leaves(further_ct):
+    y_ct = jax.tree.map(_instantiate, y, cts[0])
+    further_ct = _further(cts[1:], _live)
+    some = bool(jax.tree.leaves(further_ct))
+    traced = plan.backward.get((_wanted(flags), some))
+    if traced is None:
         return _walk_back(plan, residuals, y_ct, *further_ct)
-    program, result = plan.backward[_wanted(flags)]
-    leaves = jaxpr_as_fun(program)(*jax.tree.leaves((residuals, y_ct)))
+    if some:
+        further_ct = _further(cts[1:], _dense)
+    program, result = traced
+    leaves = jaxpr_as_fun(program)(*jax.tree.leaves((residuals, y_ct, further_ct)))
     return jax.tree.unflatten(jax.tree.structure(result), leaves)
 
 
@@ -286,9 +296,8 @@ def _walk_back(
         if _block.is_inexact(leaf) and (i in wanted_common or i in plan.moving):
             dtype = _block.accumulator_dtype(leaf.dtype)
             ct = moving_ct.get(i)
-            common_ct[i] = (
-                jnp.zeros_like(leaf, dtype) if ct is None else ct.astype(dtype)
-            )
+            zero = ct is None
+            common_ct[i] = jnp.zeros_like(leaf, dtype) if zero else ct.astype(dtype)
 
     axis = plan.segments[-1].axis
     carry = _unpack(y, axis), _unpack(y_ct, axis), common_ct
@@ -317,7 +326,7 @@ def _walk_back(
 
 def _instantiate(primal: Array, ct: Any) -> Array:
     if isinstance(ct, jax.custom_derivatives.SymbolicZero):
-        return jnp.zeros_like(primal)
+        return jnp.zeros(primal.shape, primal.dtype)
     return ct
 
 

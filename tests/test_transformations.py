@@ -518,3 +518,42 @@ def test_collectives_in_a_branch_find_their_axis_in_both_passes(mode, mapped):
 
     found = jax.jit(jax.grad(loss, (0, 1)))(params, BATCH)
     assert_close(jax.tree.leaves(found), centred_at_once())
+
+
+class Balance(nnx.Variable):
+    """A second loss, which a branch leaves behind."""
+
+
+class Balanced(nnx.Module):
+    def __init__(self):
+        self.gain = nnx.Param(jnp.asarray(0.5))
+        self.balance = Balance(jnp.zeros(()))
+
+    def __call__(self, x):
+        x = x - jax.lax.pmean(jnp.mean(x), "batch")
+        self.balance[...] = jnp.mean(x**2)
+        return jnp.tanh(self.gain[...] * x)
+
+
+@in_modes("reversible", "recompute_2", "invert_2")
+def test_collectives_find_their_axis_where_state_has_a_gradient_too(mode):
+    def gradients(mode):
+        made = [
+            ReversibleCouplingBlock(2 * HALF, Balanced(), Balanced())
+            for _ in range(DEPTH)
+        ]
+        graphdef, state = nnx.split(stack(made, mode))
+
+        def loss(state, x):
+            model = nnx.merge(graphdef, state, copy=True)
+            y = model(x)
+            left = jax.tree.leaves(nnx.state(model, Balance))
+            return square(y) + sum(map(jnp.sum, left))
+
+        def total(state, x):
+            return jnp.sum(jax.vmap(loss, (None, 0), axis_name="batch")(state, x))
+
+        return jax.jit(jax.grad(total, (0, 1)))(state, BATCH)
+
+    found, true = (jax.tree.leaves(gradients(m)) for m in (mode, "stored"))
+    assert_close(found, true)
