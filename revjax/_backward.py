@@ -36,8 +36,8 @@ def on_backward(x: Any, state: Any, update: Callable[[Any, Any], Any]) -> Any:
       `x`.
 
     Raises:
-      TypeError: If `state` holds anything but floating-point arrays, or if `update`
-        returns anything else than arrays like `state`.
+      TypeError: If `state` holds anything but floating-point arrays, or if `update` is
+        no function or returns anything else than arrays like `state`.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -48,6 +48,7 @@ def on_backward(x: Any, state: Any, update: Callable[[Any, Any], Any]) -> Any:
       >>> gradient.tolist(), float(calls)
       ([2.0, 2.0], 8.0)
     """
+    _checks.callable_(update, "update")
     _checks.backward_state(state)
     return _identity(update, x, state)
 

@@ -18,14 +18,15 @@ import numpy as np
 from flax import nnx
 from jax import Array
 
-from revjax import _checks
-from revjax._block import Branch, override
+from revjax import _checks, _law_checks
 from revjax._couplings import Coupling
 from revjax._inputs import PerBlock, give, on_per_block, take, take_again
 from revjax._modes import Mode, run
 from revjax._modules import Frame, Parts
+from revjax._plan import BranchSpec, SegmentSpec, inverted, make_plan, pack, unpack
+from revjax._reconstruct import reconstruction
 from revjax._segments import Segment
-from revjax._stack import BranchSpec, SegmentSpec, inverted, make_plan
+from revjax._step import Branch, Move, accumulator_dtype, override
 
 # Nodes of a context that are taken apart as modules, not as plain pytrees.
 _CLOSED = (nnx.Pytree, nnx.Variable)
@@ -40,7 +41,7 @@ class _SegmentFrame:
       length: The number of blocks, as in `SegmentSpec`.
       places: For each array of the block, its place among the common arrays, or `None`
         if it is the blocks' own.
-      axis, dim, coupling: The block's.
+      axis, dim, streams, couplings, moves: The block's; see its `_form`.
       names: What messages call the branches.
     """
 
@@ -48,9 +49,26 @@ class _SegmentFrame:
     length: int | None
     places: tuple[int | None, ...]
     axis: int
-    dim: int
-    coupling: Coupling
-    names: tuple[str, str]
+    dim: int | None
+    streams: int
+    couplings: tuple[Coupling, ...]
+    moves: tuple[Any, ...]
+    names: tuple[str, ...]
+
+    def spec(self, ndim: int, steps: tuple[BranchSpec, ...] = ()) -> SegmentSpec:
+        """Returns the segment for the core."""
+        moves = (
+            Move(
+                *(
+                    functools.partial(f, axis=self.axis % ndim)
+                    for f in (m.apply, m.undo)
+                )
+            )
+            for m in self.moves
+        )
+        return SegmentSpec(
+            (*steps, *moves), self.length, self.axis % ndim, self.streams
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,20 +81,24 @@ class _CallFrame:
       per_block: The structure of what each block receives its own entry of.
       mode: How the stack is differentiated.
       inverse: Whether it is undone.
+      log_det: Whether the logarithm of the determinant is wanted too.
+      errors_from: If not `None`, what is wanted is errors of reconstruction, where the
+        streams are kept at every such block.
     """
 
     segments: tuple[_SegmentFrame, ...]
     context: Frame
     per_block: Any
     mode: Mode
-    inverse: bool
+    inverse: bool = False
+    log_det: bool = False
+    errors_from: int | None = None
 
 
-def _branch(
-    segment: _SegmentFrame, frame: _CallFrame, method: str, name: str
-) -> Branch:
-    """Makes a branch of the core out of a method of a block."""
+def _branch(segment: _SegmentFrame, frame: _CallFrame, step: int) -> Branch:
+    """Makes a branch of the core out of a step of a block."""
     n_context = frame.context.structure.num_leaves
+    coupling, name = segment.couplings[step], segment.names[step]
 
     def branch(own: list, common: list, others: tuple) -> tuple:
         before = len(common) - n_context
@@ -87,7 +109,8 @@ def _branch(
         context = frame.context.fill(common[before:])
         per_block = jax.tree.unflatten(frame.per_block, entries)
         args, kwargs = give(context, per_block, _CLOSED)
-        h = getattr(block, method)(*others, *args, **kwargs)
+        h = block._evaluate(step, others, args, kwargs)
+        h = _law_checks.parts(h, coupling.arity, segment.axis, others[0], name)
         block = Parts.of(block)
         _checks.same_graph(segment.block, block.frame, name)
         given = Parts.of(take_again(context, (args, kwargs), _CLOSED))
@@ -98,34 +121,77 @@ def _branch(
             {p: leaf for p, leaf in placed if p is not None},
         )
         new_own = [leaf for p, leaf in placed if p is None]
-        return h, [*new_own, *entries], new_common, ()
+        aux = _per_example(coupling.log_det(h)) if frame.log_det else ()
+        return h, [*new_own, *entries], new_common, aux
 
     return branch
 
 
-def _traced(own: Any, common: Any, x: Array, *, frame: _CallFrame) -> tuple:
+def _per_example(log_det: Array) -> Array:
+    """Sums over all axes but the first, or all if there is one, in at least float32."""
+    wide = log_det.astype(accumulator_dtype(log_det.dtype))
+    return jnp.sum(wide, axis=tuple(range(min(1, wide.ndim - 1), wide.ndim)))
+
+
+def no_log_det(x: Any) -> Array:
+    """Returns a zero for each example."""
+    dtype = accumulator_dtype(jnp.finfo(x.dtype).dtype)
+    return jnp.zeros(x.shape[: min(1, x.ndim - 1)], dtype)
+
+
+def _moved(x: Any, segment: _SegmentFrame, *, undo: bool) -> Any:
+    """Returns the shape of the output of a segment, or of its input."""
+    spec = segment.spec(x.ndim)
+    for move in segment.moves[::-1] if undo else segment.moves:
+        function = functools.partial(move.undo if undo else move.apply, axis=spec.axis)
+        x = jax.eval_shape(lambda x, f=function: pack(f(unpack(x, spec)), spec), x)
+    return x
+
+
+def _traced(own: Any, common: Any, x: Array, drift: Any, *, frame: _CallFrame) -> tuple:
     """A call on arrays alone."""
+    laws = [law for segment in frame.segments for law in segment.couplings]
+    encoded = laws[0].encode(x) if laws else x
+    shape = jax.eval_shape(lambda: encoded)
+    if frame.inverse:
+        for segment in reversed(frame.segments):
+            _checks.split_axis(shape, segment.axis, segment.dim)
+            shape = _moved(shape, segment, undo=True)
+    x_shape = shape
     specs = []
-    encoded = frame.segments[0].coupling.encode(x)
     for segment in frame.segments:
-        _checks.split_axis(x, segment.axis, segment.dim)
-        again = segment.coupling.encode(encoded)
-        _checks.same_streams(encoded, again, segment.names[0])
+        _checks.split_axis(shape, segment.axis, segment.dim)
+        for law, name in zip(segment.couplings, segment.names, strict=True):
+            first, own_format = (c.representation(x.dtype) for c in (laws[0], law))
+            _law_checks.same_streams(first, own_format, name)
         steps = tuple(
-            BranchSpec(
-                stream=i,
-                branch=_branch(segment, frame, "fg"[i], name),
-                coupling=segment.coupling,
-                name=name,
+            BranchSpec(i, _branch(segment, frame, i), law, name)
+            for i, (law, name) in enumerate(
+                zip(segment.couplings, segment.names, strict=True)
             )
-            for i, name in enumerate(segment.names)
         )
-        specs.append(SegmentSpec(steps, segment.length, segment.axis % x.ndim))
-    plan, hoisted = make_plan(specs, own, common, encoded)
+        specs.append(segment.spec(x.ndim, steps))
+        shape = _moved(shape, segment, undo=False)
+    plan, hoisted = make_plan(specs, own, common, x_shape)
+    common = [*common, *hoisted]
+    if frame.errors_from is not None:
+        errors = reconstruction(plan, own, common, encoded, frame.errors_from)
+        return errors, [{} for _ in own], {}
     if frame.inverse:
         plan, own = inverted(plan), own[::-1]
-    y, changed, moving, _ = run(plan, frame.mode, own, [*common, *hoisted], encoded)
-    return y, changed, moving
+    y, changed, moving, outputs = run(plan, frame.mode, own, common, encoded, drift)
+    y = laws[0].decode(y) if laws else y
+    if not frame.log_det:
+        return y, changed, moving
+    zero = no_log_det(y)
+    log_det = sum(
+        (
+            jnp.sum(leaf.reshape(-1, *zero.shape), 0)
+            for leaf in jax.tree.leaves(outputs)
+        ),
+        zero,
+    )
+    return (y, -log_det if frame.inverse else log_det), changed, moving
 
 
 # Compiled once for equal frames, shapes and dtypes.
@@ -161,7 +227,7 @@ def _closes_over(block: Any) -> bool:
 
     What such a function closes over can change, and a compiled call would not know.
     """
-    branches = [vars(block).get(name) for name in ("F", "G")]
+    branches = [*vars(block).values(), *getattr(block, "branches", ())]
     return any(
         inspect.ismethod(b)
         or isinstance(b, functools.partial)
@@ -177,12 +243,30 @@ def call(
     args: tuple,
     kwargs: dict,
     *,
-    inverse: bool = False,
-) -> Array:
-    """Runs segments on `x` and writes back what the branches changed."""
-    x = _checks.stream(x, "y" if inverse else "x")
+    drift: Any = None,
+    **options: Any,
+) -> Any:
+    """Runs segments on `x` and writes back what the branches changed.
+
+    Args:
+      segments: The stack.
+      mode: How it is differentiated.
+      x: Its input, or its output if it is undone.
+      args: The context.
+      kwargs: The context by keyword.
+      drift: As for `run`.
+      **options: Those of `_CallFrame`.
+
+    Returns:
+      The output; or a pair of it and the logarithm of the determinant, or a pair of
+      errors, as `options` ask.
+    """
+    log_det = options.get("log_det", False)
+    x = _checks.stream(x, "y" if options.get("inverse") else "x")
+    if log_det:
+        _checks.batched(x, [segment.block.axis for segment in segments])
     if not segments:
-        return x
+        return (x, no_log_det(x)) if log_det else x
     total = sum(len(segment) for segment in segments)
     passed, values = take(_scalars_to_arrays((args, kwargs)), total, _CLOSED)
     context = Parts.of(passed)
@@ -211,29 +295,26 @@ def call(
             + [a[first] if segment.depth is None else a[first:stop] for a in entries]
         )
         block = segment.block
-        _checks.even(block.dim, "dim")
-        _checks.integer(block.axis, "axis")
-        _checks.coupling(block.coupling)
         frames.append(
             _SegmentFrame(
                 block=parts.frame,
                 length=segment.depth,
                 places=tuple(places),
-                axis=block.axis,
-                dim=block.dim,
-                coupling=block.coupling,
+                **block._form(),
                 names=_names(block, first, stop if total > 1 else None),
             )
         )
         first = stop
     shared = len(common)
-    frame = _CallFrame(tuple(frames), context.frame, per_block, mode, inverse)
+    frame = _CallFrame(tuple(frames), context.frame, per_block, mode, **options)
     _checks.hashable(frame.context)
     _checks.hashable(frame.segments, "blocks")
     open_ = any(_closes_over(segment.block) for segment in segments)
     run_call = _traced if open_ else _compiled
     with _checks.reverse_mode():
-        y, changed, moving = run_call(own, [*common, *context.leaves], x, frame=frame)
+        y, changed, moving = run_call(
+            own, [*common, *context.leaves], x, drift, frame=frame
+        )
 
     for segment, parts, new, static in zip(
         segments, blocks, changed, frames, strict=True
@@ -248,12 +329,11 @@ def call(
     return y
 
 
-def _names(block: Any, first: int, stop: int | None) -> tuple[str, str]:
+def _names(block: Any, first: int, stop: int | None) -> tuple[str, ...]:
     """Returns what messages call a block's branches."""
     where = type(block).__name__
     if stop is not None:
         last = stop - 1
         numbers = f"block {first}" if first == last else f"blocks {first}-{last}"
         where = f"{numbers} ({where})"
-    f, g = block._names()
-    return f"`{f}` of {where}", f"`{g}` of {where}"
+    return tuple(f"`{name}` of {where}" for name in block._names())

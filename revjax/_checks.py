@@ -5,7 +5,7 @@ and what to do.
 """
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -41,60 +41,29 @@ def is_number(dtype: Any) -> bool:
     return jnp.issubdtype(dtype, np.number) or dtype == np.bool_
 
 
-def stream_dtype(dtype: Any) -> np.dtype:
-    """Checks the `dtype` of a coupling."""
-    try:
-        found = jnp.dtype(dtype)
-    except TypeError:
-        found = None
-    if found is None or not jnp.issubdtype(found, jnp.inexact):
-        msg = (
-            "`dtype` must be a floating-point or complex dtype, or None to keep the "
-            f"dtype of the input. Got {found or repr(dtype)}."
-        )
+def real(value: Any, name: str) -> None:
+    """Checks a finite real number."""
+    if isinstance(value, bool) or not isinstance(
+        value, int | float | np.integer | np.floating
+    ):
+        msg = f"`{name}` must be a number. Got {describe(value)}."
         raise TypeError(msg)
-    return found
+    within(bool(np.isfinite(value)), value, name, "finite")
 
 
-def encodable(x: Any, dtype: Any) -> None:
-    """Checks that a coupling's dtype loses no imaginary part."""
-    if jnp.iscomplexobj(x) and not jnp.issubdtype(dtype, jnp.complexfloating):
-        msg = (
-            f"`dtype` of the coupling, {dtype}, cannot hold {describe(x)}: the "
-            "imaginary part would be lost. Use `Additive(dtype=jnp.complex64)`, or "
-            "pass `x.real`."
-        )
-        raise TypeError(msg)
+def within(condition: bool, value: Any, name: str, expected: str) -> None:
+    """Checks a range."""
+    if not condition:
+        msg = f"`{name}` must be {expected}. Got {value}."
+        raise ValueError(msg)
 
 
-def coupling(value: Any) -> None:
-    """Checks a coupling."""
-    methods = ("encode", "combine", "recover", "pullback")
-    if isinstance(value, type) or not all(hasattr(value, name) for name in methods):
-        msg = (
-            "`coupling` must be a coupling, such as `revjax.Additive()`. "
-            f"Got {describe(value)}."
-        )
-        raise TypeError(msg)
-    try:
-        hash(value)
-    except TypeError as error:
-        msg = (
-            "`coupling` must be hashable, since it is static. Got "
-            f"{describe(value)}; make its class a frozen dataclass without arrays."
-        )
-        raise TypeError(msg) from error
-
-
-def law(out: Any, x: Any, method: Callable) -> None:
-    """Checks what a coupling's `combine` or `recover` returns for the stream `x`."""
-    if (getattr(out, "shape", None), getattr(out, "dtype", None)) != (x.shape, x.dtype):
-        msg = (
-            f"`{getattr(method, '__qualname__', method)}` of the coupling must return "
-            f"an array of the stream's shape and dtype, {describe(x)}. Got "
-            f"{describe(out)}."
-        )
-        raise TypeError(msg)
+def one_of(value: Any, name: str, names: tuple[str, ...]) -> None:
+    """Checks a choice."""
+    if not isinstance(value, str) or value not in names:
+        choices = f"{', '.join(map(repr, names[:-1]))} or {names[-1]!r}"
+        msg = f"`{name}` must be {choices}. Got {describe(value)}."
+        raise ValueError(msg)
 
 
 def mode(anchor_every: Any, between_anchors: Any, store_activations: Any) -> None:
@@ -111,14 +80,35 @@ def mode(anchor_every: Any, between_anchors: Any, store_activations: Any) -> Non
             f"keeps the streams at every A-th block. Got {anchor_every}."
         )
         raise ValueError(msg)
-    names = ("recompute", "invert")
-    if not isinstance(between_anchors, str) or between_anchors not in names:
+    one_of(between_anchors, "between_anchors", ("recompute", "invert"))
+    boolean(store_activations, "store_activations")
+
+
+def measurable(
+    measure_drift: Any, anchor_every: int, between_anchors: str, stored: bool
+) -> None:
+    """Checks that there are anchors to measure drift against."""
+    boolean(measure_drift, "measure_drift")
+    if measure_drift and (stored or not anchor_every or between_anchors != "invert"):
         msg = (
-            "`between_anchors` must be 'recompute' or 'invert'. "
-            f"Got {describe(between_anchors)}."
+            "`measure_drift` needs anchors between which blocks are undone: "
+            '`anchor_every` > 0, `between_anchors="invert"`, no stored activations. '
+            f"Got {anchor_every}, {between_anchors!r}, {stored}."
         )
         raise ValueError(msg)
-    boolean(store_activations, "store_activations")
+
+
+def meter(drift: Any, anchors: int) -> None:
+    """Checks the array whose gradient is the drift."""
+    if not is_array(drift) or not jnp.issubdtype(drift.dtype, jnp.floating):
+        msg = f"`drift` must be a floating-point array. Got {describe(drift)}."
+        raise TypeError(msg)
+    if drift.shape != (anchors,):
+        msg = (
+            f"`drift` must have shape [{anchors}], one entry for each anchor. Got "
+            f"{describe(drift)}."
+        )
+        raise ValueError(msg)
 
 
 def boolean(value: Any, name: str) -> None:
@@ -161,14 +151,67 @@ def split_axis(x: Any, axis: int, dim: int | None) -> None:
         raise ValueError(msg)
 
 
-def even(size: int, name: str) -> None:
-    """Checks a size that is split in two."""
+def divisible(size: Any, streams: int, name: str) -> None:
+    """Checks a size that is split in streams."""
     integer(size, name)
-    if size < 0 or size % 2:
+    if size < 0 or size % streams:
+        kind = "an even number" if streams == 2 else f"a multiple of {streams}"
+        number = "two" if streams == 2 else streams
+        msg = f"`{name}` must be {kind}, to be split in {number} streams. Got {size}."
+        raise ValueError(msg)
+
+
+def batched(x: Any, axes: Iterable[int]) -> None:
+    """Checks that no stream is split on the axis of the batch."""
+    if x.ndim > 1 and any(axis % x.ndim == 0 for axis in axes):
         msg = (
-            f"`{name}` must be an even number, to be split in two streams. Got {size}."
+            "`axis` of a block must not be axis 0 where log-determinants are wanted: "
+            f"it is that of the batch. Got {describe(x)}; split on another axis, or "
+            "use `jax.vmap` over the batch."
         )
         raise ValueError(msg)
+
+
+def permutation(indices: Any) -> tuple[int, ...]:
+    """Checks a permutation."""
+    found = np.asarray(indices if hasattr(indices, "shape") else list(indices))
+    if found.ndim != 1 or not (
+        np.issubdtype(found.dtype, np.integer) or not found.size
+    ):
+        msg = f"`indices` must be a list of ints. Got {describe(indices)}."
+        raise TypeError(msg)
+    ok = sorted(found.tolist()) == list(range(found.size))
+    expected = f"the numbers 0 to {found.size - 1} in some order"
+    within(ok, found.tolist(), "indices", expected)
+    return tuple(found.tolist())
+
+
+def squeezable(x: Any, pixels: int, channels: int) -> None:
+    """Checks an image whose pixels become channels, or the other way round."""
+    if (
+        x.ndim != 4
+        or x.shape[1] % pixels
+        or x.shape[2] % pixels
+        or x.shape[3] % channels
+    ):
+        msg = (
+            "`x` must be [batch, height, width, channels], with height and width a "
+            f"multiple of {pixels} and channels of {channels}, to be squeezed. Got "
+            f"{describe(x)}."
+        )
+        raise ValueError(msg)
+
+
+def branches(value: Any) -> list:
+    """Checks the branches of a block of several streams."""
+    if callable(value) or not isinstance(value, Iterable):
+        msg = f"`branches` must be a list of modules. Got {describe(value)}."
+        raise TypeError(msg)
+    value = list(value)
+    within(len(value) >= 2, len(value), "branches", "a list of at least two")
+    for i, branch in enumerate(value):
+        callable_(branch, f"branches[{i}]")
+    return value
 
 
 def with_aux(out: Any, name: str) -> tuple[Any, Any]:
@@ -189,30 +232,6 @@ def with_aux(out: Any, name: str) -> tuple[Any, Any]:
     return out
 
 
-def branch_output(h: Any, x: Any, name: str) -> jax.Array:
-    """Checks what a branch returned for the stream `x`."""
-    if not is_array(h) or not is_number(h.dtype):
-        msg = (
-            f"{name} must return one array of numbers, of the shape of the stream that "
-            f"it changes, {describe(x)}. Got {describe(h)}."
-        )
-        raise TypeError(msg)
-    if h.shape != x.shape:
-        msg = (
-            f"{name} must return an array of the shape of the stream that it changes, "
-            f"{describe(x)}. Got {describe(h)}; a layer that changes the shape belongs "
-            "between two stacks, not in a block."
-        )
-        raise ValueError(msg)
-    if jnp.iscomplexobj(h) and not jnp.issubdtype(x.dtype, jnp.complexfloating):
-        msg = (
-            f"{name} returned {describe(h)} for a real stream, {describe(x)}. Return "
-            "real numbers, or use complex streams: `Additive(dtype=jnp.complex64)`."
-        )
-        raise TypeError(msg)
-    return jnp.asarray(h)
-
-
 def unchanged_types(before: Sequence[Any], after: Sequence[Any], name: str) -> None:
     """Checks that shared state is of one type from block to block."""
     for old, new in zip(before, after, strict=True):
@@ -225,17 +244,6 @@ def unchanged_types(before: Sequence[Any], after: Sequence[Any], name: str) -> N
             raise ValueError(msg)
 
 
-def same_streams(before: Any, after: Any, name: str) -> None:
-    """Checks that all couplings of a stack represent the streams alike."""
-    if before.dtype != after.dtype:
-        msg = (
-            "`coupling` must represent the streams alike in all blocks of a stack. "
-            f"{name} has streams of {after.dtype}, the blocks before it "
-            f"{before.dtype}; give all of them the same `dtype`."
-        )
-        raise ValueError(msg)
-
-
 def integer(value: Any, name: str) -> None:
     """Checks an int."""
     if isinstance(value, bool) or not isinstance(value, int | np.integer):
@@ -243,18 +251,18 @@ def integer(value: Any, name: str) -> None:
         raise TypeError(msg)
 
 
-def depth(value: Any) -> int:
-    """Checks a number of blocks."""
-    integer(value, "depth")
+def depth(value: Any, name: str = "depth") -> int:
+    """Checks a number of blocks, or of features."""
+    integer(value, name)
     if value < 0:
-        msg = f"`depth` must not be negative. Got {value}."
+        msg = f"`{name}` must not be negative. Got {value}."
         raise ValueError(msg)
     return int(value)
 
 
-def maker(value: Any) -> None:
+def maker(value: Any, kind: type) -> None:
     """Checks what builds the blocks of a stack."""
-    if not callable(value):
+    if not callable(value) or isinstance(value, kind):
         msg = (
             "`make_block` must be a function that builds a block from an nnx.Rngs. Got "
             f"{describe(value)}."
@@ -307,8 +315,8 @@ def blocks(value: Any, kind: type, name: str = "blocks") -> list:
     """Checks a list of blocks, or what `make_block` built."""
     if isinstance(value, kind) or not isinstance(value, Iterable):
         msg = (
-            f"`{name}` must be a list of {kind.__name__}s. Got {describe(value)}; pass "
-            "`[block]` for a single block."
+            f"`{name}` must be a list of reversible blocks. Got "
+            f"{describe(value)}; pass `[block]` for a single block."
         )
         raise TypeError(msg)
     value = list(value)
@@ -320,8 +328,9 @@ def blocks(value: Any, kind: type, name: str = "blocks") -> list:
                 else f"`{name}` must return"
             )
             msg = (
-                f"{what} a {kind.__name__}. Got {describe(block)}; wrap your modules: "
-                f"`{kind.__name__}(dim, F, G)`."
+                f"{what} a reversible block. Got "
+                f"{describe(block)}; wrap your modules: "
+                "`ReversibleCouplingBlock(dim, F, G)`."
             )
             raise TypeError(msg)
     return value
@@ -330,8 +339,10 @@ def blocks(value: Any, kind: type, name: str = "blocks") -> list:
 def model(value: Any, kinds: tuple[type, ...]) -> None:
     """Checks what is to be looked at."""
     if not isinstance(value, kinds):
-        names = ", ".join(kind.__name__ for kind in kinds)
-        msg = f"`model` must be one of {names}. Got {describe(value)}."
+        msg = (
+            "`model` must be a reversible block, a ReversibleSequential or a "
+            f"ReversibleSequence. Got {describe(value)}."
+        )
         raise TypeError(msg)
 
 

@@ -6,14 +6,16 @@ holds no arrays, so that it is hashable and equal when it is built again.
 
 import abc
 import dataclasses
-from typing import Any
+import math
+from collections.abc import Hashable
+from typing import Any, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
 
-from revjax import _checks
+from revjax import _checks, _law_checks
 
 
 class Coupling(abc.ABC):
@@ -25,44 +27,78 @@ class Coupling(abc.ABC):
     $$y = \mathrm{combine}(x, h), \qquad x = \mathrm{recover}(y, h).$$
 
     A subclass must implement `combine` and `recover`. That the one undoes the other
-    is assumed, not verified. The derivative is taken from `combine` with `jax.vjp`
-    and need not be written. A subclass should be a frozen dataclass without arrays:
-    it is a static argument of compiled functions.
+    is assumed, not verified: `revjax.diagnostics.check_reversible` does that. The
+    derivative is taken from `combine` with `jax.vjp` and need not be written. A
+    subclass should be a frozen dataclass without arrays: it is a static argument of
+    compiled functions.
+
+    Everything else has a default. `arity` is the number of arrays that a branch
+    returns; where it is more than one, `h` is a tuple. `update` may mix the other
+    streams into `h`. `log_det` is needed for densities alone. `encode`, `decode` and
+    `representation` say how a stream is held while it runs through a stack.
+
+    Attributes:
+      arity: The number of arrays of the stream's shape that a branch returns.
+      exact: Whether `recover` relies on the branch's bits being the same in both
+        passes. The branch is then kept apart from what stands around it, lest the
+        compiler fuses it differently.
 
     Example:
       >>> import dataclasses
       >>> import jax.numpy as jnp
       >>> from revjax import Coupling, reversible_scan
       >>> @dataclasses.dataclass(frozen=True)
-      ... class Scaled(Coupling):
-      ...     scale: float = 0.5
+      ... class Gated(Coupling):
+      ...     gate: float = 0.5
       ...     def combine(self, x, h):
-      ...         return x + self.scale * h
+      ...         return x * self.gate + h
       ...     def recover(self, y, h):
-      ...         return y - self.scale * h
+      ...         return (y - h) / self.gate
       >>> def branch(w, x): return w * x
       >>> w, x = jnp.ones(1), jnp.ones(2)
-      >>> y1, y2 = reversible_scan(branch, branch, (w, w), (x, x), coupling=Scaled())
+      >>> y1, y2 = reversible_scan(branch, branch, (w, w), (x, x), coupling=Gated())
       >>> y1.tolist(), y2.tolist()
-      ([1.5, 1.5], [1.75, 1.75])
+      ([1.5, 1.5], [2.0, 2.0])
     """
+
+    arity: ClassVar[int] = 1
+    exact: ClassVar[bool] = False
+
+    def representation(self, dtype: DTypeLike) -> Hashable:
+        """Says how `encode` represents arrays of a dtype: equal where it is alike."""
+        return jax.eval_shape(self.encode, jax.ShapeDtypeStruct((), dtype)).dtype
 
     def encode(self, x: Array) -> Array:
         """Returns the stream as it is represented while it runs through a stack."""
         return x
 
+    def decode(self, x: Array) -> Array:
+        """Undoes `encode`: returns what branches see of a stream, and the output."""
+        return x
+
+    def update(self, h: Any, others: tuple[Array, ...]) -> Any:
+        """Returns what `combine` takes, from the branch's output and its input."""
+        return h
+
     @abc.abstractmethod
-    def combine(self, x: Array, h: Array) -> Array:
+    def combine(self, x: Array, h: Any) -> Array:
         """Returns the changed stream, of the shape and dtype of `x`."""
 
     @abc.abstractmethod
-    def recover(self, y: Array, h: Array) -> Array:
+    def recover(self, y: Array, h: Any) -> Array:
         """Returns the stream as it was before `combine`."""
 
-    def pullback(self, x: Array, h: Array, y_ct: Array) -> tuple[Array, Array]:
+    def pullback(self, x: Array, h: Any, y_ct: Array) -> tuple[Array, Any]:
         """Returns the cotangents of `x` and `h` from the one of `combine(x, h)`."""
         _, pullback = jax.vjp(self.combine, x, h)
         return pullback(y_ct)
+
+    def log_det(self, h: Any) -> Array:
+        r"""Returns $\log|\partial y / \partial x|$, elementwise, of the shape of `x`.
+
+        It must not depend on `x`: the law is linear in the stream.
+        """
+        raise _law_checks.no_log_det(self)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,7 +108,8 @@ class Additive(Coupling):
     $$y = x + h, \qquad x = y - h$$
 
     A stream keeps its dtype, whatever the branch returns: `h` is cast to it. In
-    floating point the subtraction gives `x` back up to rounding, and no further.
+    floating point the subtraction gives `x` back up to rounding, and no further;
+    `ExactAdditive` gives it back bit for bit.
 
     Args:
       dtype: The dtype of the streams inside the stack and of its output, for example
@@ -100,14 +137,14 @@ class Additive(Coupling):
     def __post_init__(self) -> None:
         """Normalizes the dtype, so that equal couplings compare equal."""
         if self.dtype is not None:
-            dtype = _checks.stream_dtype(self.dtype)
+            dtype = _law_checks.stream_dtype(self.dtype)
             object.__setattr__(self, "dtype", dtype)
 
     def encode(self, x: Array) -> Array:
         """Returns `x` in the dtype of the streams."""
         if self.dtype is None:
             return x
-        _checks.encodable(x, self.dtype)
+        _law_checks.encodable(x, self.dtype)
         return x.astype(self.dtype)
 
     def combine(self, x: Array, h: Any) -> Array:
@@ -118,6 +155,86 @@ class Additive(Coupling):
         """Returns `y - h`."""
         return y - jnp.asarray(h, y.dtype)
 
+    def log_det(self, h: Any) -> Array:
+        """Returns zeros."""
+        return jnp.zeros_like(h)
+
+
+Squash = Literal["tanh", "atan", "sigmoid"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Affine(Coupling):
+    r"""Scales and shifts the stream; the coupling of RealNVP.
+
+    A branch returns a pair of arrays $(s, t)$ of the stream's shape. In the blocks it
+    may return one array that is twice as large on the block's `axis`: $s$, then $t$.
+
+    $$y = x \, e^{\sigma(s)} + t, \qquad x = (y - t) \, e^{-\sigma(s)}, \qquad
+      \log|\partial y / \partial x| = \sigma(s)$$
+
+    The log-scale is bounded by $|\sigma(s)| < b$, so that neither direction overflows:
+
+    - `"tanh"`: $\sigma(s) = b \tanh(s)$;
+    - `"atan"`: $\sigma(s) = b \, \tfrac{2}{\pi} \arctan(s)$, which saturates late;
+    - `"sigmoid"`: $\sigma(s) = b \, (2 / (1 + e^{-s}) - 1)$, half as steep as tanh.
+
+    Undoing divides by the scale, so drift grows where the scales are below one: each
+    block costs up to $b / \ln 10$ decimal digits where it shrinks a stream by
+    $e^{-b}$. A stream that was shrunk has lost digits, so this law cannot be exact in
+    fixed point.
+
+    Args:
+      bound: $b$, positive.
+      squash: $\sigma$, as above.
+
+    Raises:
+      TypeError: If `bound` is no number.
+      ValueError: If `bound` is not positive or `squash` none of the three.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from revjax import Affine
+      >>> law, x = Affine(bound=1.0), jnp.ones(2)
+      >>> h = jnp.zeros(2), jnp.array([1.0, 2.0])  # the scale is exp(0)
+      >>> law.combine(x, h).tolist(), law.log_det(h).tolist()
+      ([2.0, 3.0], [0.0, 0.0])
+
+    References:
+      Dinh et al., *Density Estimation using Real NVP*, arXiv:1605.08803. Ardizzone et
+      al., *Guided Image Generation with Conditional Invertible Neural Networks*,
+      arXiv:1907.02392 (arctan).
+    """
+
+    bound: float = 2.0
+    squash: Squash = "tanh"
+
+    arity: ClassVar[int] = 2
+
+    def __post_init__(self) -> None:
+        """Checks the options."""
+        _checks.real(self.bound, "bound")
+        _checks.within(self.bound > 0, self.bound, "bound", "a positive number")
+        _checks.one_of(self.squash, "squash", ("tanh", "atan", "sigmoid"))
+
+    def log_det(self, h: Any) -> Array:
+        """Returns the bounded log-scale."""
+        s, _ = h
+        if self.squash == "atan":
+            return self.bound * (2 / math.pi) * jnp.arctan(s)
+        # A logistic function is a tanh of half its argument.
+        return self.bound * jnp.tanh(s if self.squash == "tanh" else s / 2)
+
+    def combine(self, x: Array, h: Any) -> Array:
+        """Returns `x * exp(log_scale) + t`."""
+        scale, t = jnp.exp(self.log_det(h)), h[1]
+        return x * scale.astype(x.dtype) + t.astype(x.dtype)
+
+    def recover(self, y: Array, h: Any) -> Array:
+        """Returns `(y - t) * exp(-log_scale)`."""
+        scale, t = jnp.exp(-self.log_det(h)), h[1]
+        return (y - t.astype(y.dtype)) * scale.astype(y.dtype)
+
 
 @dataclasses.dataclass(frozen=True)
 class Inverse(Coupling):
@@ -125,14 +242,14 @@ class Inverse(Coupling):
 
     coupling: Coupling
 
-    def encode(self, x: Array) -> Array:
-        """Returns the stream as the coupling represents it."""
-        return self.coupling.encode(x)
+    def decode(self, x: Array) -> Array:
+        """Returns what branches see of a stream."""
+        return self.coupling.decode(x)
 
-    def combine(self, x: Array, h: Array) -> Array:
+    def combine(self, x: Array, h: Any) -> Array:
         """Returns the stream before the coupling's step."""
         return self.coupling.recover(x, h)
 
-    def recover(self, y: Array, h: Array) -> Array:
+    def recover(self, y: Array, h: Any) -> Array:
         """Returns the stream after the coupling's step."""
         return self.coupling.combine(y, h)

@@ -16,8 +16,9 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from revjax import _checks
-from revjax._block import Leaves, override, widened
-from revjax._stack import Plan, loop, reversible, stored
+from revjax._plan import Plan
+from revjax._stack import loop, reversible, stored
+from revjax._step import Leaves, override, widened
 
 BetweenAnchors = Literal["recompute", "invert"]
 
@@ -66,23 +67,68 @@ def _cut(leaf: Array, sizes: Sequence[int]) -> Sequence[Array]:
     return [leaf] if len(sizes) == 1 else lax.split(leaf, sizes)
 
 
+def anchors(blocks: int, every: int) -> int:
+    """Returns how many chunks a stack is cut into, each with the anchor at its end."""
+    return -(-blocks // every) if every else 0
+
+
+@functools.partial(jax.checkpoint, static_argnums=(0,))
+def _recomputed(plan: Plan, own: Any, common: Leaves, x: Any, watch: None) -> tuple:
+    """As `reversible`; keeps its input and runs again, under ordinary autodiff."""
+    return *stored(plan, own, common, x), watch
+
+
 def _chunk(
-    chunk_run: Callable, plan: Plan, common: Leaves, carry: tuple, own: Any
+    chunk_run: Callable, plan: Plan, common: Leaves, carry: tuple, xs: tuple
 ) -> tuple[tuple, tuple]:
     """Runs one chunk; a body of `loop`."""
-    x, moving = carry
-    x, changed, moving, outputs = chunk_run(plan, own, override(common, moving), x)
-    return (x, moving), (changed, outputs)
+    x, moving, echo = carry
+    own, drift = xs
+    x, changed, moving, outputs, echo = chunk_run(
+        plan, own, override(common, moving), x, None if drift is None else (echo, drift)
+    )
+    return (x, moving, echo), (changed, outputs)
+
+
+# An echo comes back through the backward pass: as the cotangent of what went forward.
+
+
+@jax.custom_vjp
+def _first_echo(x: Any, drift: Array) -> Any:
+    """Returns zeros like `x` that are differentiated if `drift` is."""
+    return jax.tree.map(jnp.zeros_like, x)
+
+
+_first_echo.defvjp(
+    lambda x, drift: (_first_echo(x, drift), None), lambda _, ct: (None, None)
+)
+
+
+@jax.custom_vjp
+def _last_echo(y: Any, echo: Any) -> Any:
+    """Returns `y`; the cotangent of `echo` is `y` itself."""
+    return y
+
+
+_last_echo.defvjp(lambda y, echo: (y, y), lambda y, ct: (ct, y))
 
 
 def _run_chunks(
-    chunk_run: Callable, plan: Plan, every: int, own: Any, common: Leaves, x: Any
+    chunk_run: Callable,
+    plan: Plan,
+    every: int,
+    own: Any,
+    common: Leaves,
+    x: Any,
+    drift: Array | None,
 ) -> Any:
     """Runs the stack chunk by chunk, so that autodiff keeps what lies between chunks.
 
     A segment that whole chunks fit in is a scan over chunks, of scans over blocks.
     """
     runs = _chunks(plan, every)
+    echo = None if drift is None else _first_echo(lax.stop_gradient(x), drift)
+    first = 0
     # The own arrays of each segment in pieces, one for each run that it takes part in.
     order = -1 if plan.backwards else 1
     pieces: list[Iterator] = []
@@ -108,13 +154,17 @@ def _run_chunks(
             ),
         )
         leaves = [next(pieces[i]) for i, _ in chunk]
+        meter = None if drift is None else drift[first : first + count]
+        first += count
         if count > 1:
             n = chunk[0][1]
             leaves = [[a.reshape(count, n, *a.shape[1:]) for a in leaves[0]]]
-        (x, moving), (changed, outputs) = loop(
+        elif meter is not None:
+            meter = meter[0]
+        (x, moving, echo), (changed, outputs) = loop(
             functools.partial(_chunk, chunk_run, part, common),
-            (x, moving),
-            leaves,
+            (x, moving, echo),
+            (leaves, meter),
             count if count > 1 else None,
             backwards=plan.backwards,
         )
@@ -131,19 +181,39 @@ def _run_chunks(
         else jax.tree.map(lambda *a: jnp.concatenate(a), *parts[::order])
         for parts in results
     ]
+    if drift is not None:
+        x = _last_echo(x, echo)
     return x, [new for new, _ in joined], moving, [further for _, further in joined]
 
 
-def run(plan: Plan, mode: Mode, own: Sequence[Leaves], common: Leaves, x: Any) -> Any:
-    """Runs a stack in the given mode; returns what `stored` returns."""
+def run(
+    plan: Plan,
+    mode: Mode,
+    own: Sequence[Leaves],
+    common: Leaves,
+    x: Any,
+    drift: Array | None = None,
+) -> Any:
+    """Runs a stack in the given mode.
+
+    Args:
+      plan: The stack.
+      mode: How it is differentiated.
+      own: Its own arrays.
+      common: Its common arrays.
+      x: Its input, encoded.
+      drift: With anchors between which blocks are undone, an array `[anchors]` whose
+        cotangent is the drift at each.
+
+    Returns:
+      What `stored` returns.
+    """
     blocks = sum(segment.blocks for segment in plan.segments)
     if not (mode.store_activations or (mode.anchor_every and blocks)):
-        return reversible(plan, own, common, x)
+        out: Any = reversible(plan, own, common, x, None)
+        return out[:-1]
     common = widened(common, plan.moving)
     if mode.store_activations:
         return stored(plan, own, common, x)
-    if mode.between_anchors == "invert":
-        chunk_run = reversible
-    else:
-        chunk_run = jax.checkpoint(stored, static_argnums=(0,))
-    return _run_chunks(chunk_run, plan, mode.anchor_every, own, common, x)
+    chunk_run = reversible if mode.between_anchors == "invert" else _recomputed
+    return _run_chunks(chunk_run, plan, mode.anchor_every, own, common, x, drift)

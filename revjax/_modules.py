@@ -8,7 +8,7 @@ import jax
 from flax import nnx
 from jax import Array
 
-from revjax._block import override
+from revjax._step import override
 
 Path = tuple[Any, ...]
 

@@ -1,153 +1,20 @@
-"""Reversible blocks and stacks as Flax NNX modules."""
+"""Stacks of reversible blocks as Flax NNX modules."""
 
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import jax.numpy as jnp
 from flax import nnx
-from jax import Array
-from jax.typing import ArrayLike
 
 from revjax import _checks
-from revjax._calls import call, for_block
-from revjax._couplings import Additive, Coupling
-from revjax._modes import BetweenAnchors, Mode
-from revjax._segments import Segment, born_stacked, stack_alike
+from revjax._blocks import ReversibleBlock
+from revjax._calls import call, for_block, no_log_det
+from revjax._invertible import Invertible
+from revjax._modes import BetweenAnchors, Mode, anchors
+from revjax._segments import born_stacked, stack_alike
 
 
-class ReversibleCouplingBlock(nnx.Module):
-    r"""A block that can be undone: two streams change each other in turn.
-
-    The input is split evenly on `axis` into $x_1, x_2$. With `+` for the coupling,
-
-    $$y_1 = x_1 + F(x_2), \qquad y_2 = x_2 + G(y_1),$$
-
-    and $y_1, y_2$ are joined again. The inverse is
-
-    $$x_2 = y_2 - G(y_1), \qquad x_1 = y_1 - F(x_2).$$
-
-    So the backward pass keeps the output instead of the input and the activations of
-    `F` and `G`, and evaluates each of them once more.
-
-    A branch takes one stream and returns an array of the same shape. It may be any NNX
-    module or function, with dropout, batch statistics or other variables inside: these
-    are updated once a call. All arguments of the call after `x` go to both branches. To
-    give them different ones, subclass the block and write its methods `f(self, x,
-    *context)` and `g(self, x, *context)`; a branch whose method is written needs no
-    `F` or `G`.
-
-    Args:
-      dim: The size of the input on `axis`; even.
-      F: The branch that changes the first stream. `None` makes a linear layer without
-        bias from `dim // 2` to `dim // 2`.
-      G: The same for the second stream.
-      coupling: The law by which a stream changes.
-      axis: The axis on which the input is split.
-      rngs: Randomness for the default branches; needed only where one is made.
-
-    Raises:
-      TypeError: If `coupling` is no coupling or `dim` no int; at a call, if `x` is no
-        floating-point or complex array or a branch returns no array.
-      ValueError: If `dim` is odd, if `rngs` is missing; at a call, if `x` does not have
-        `dim` on `axis`, or if a branch changes the shape.
-
-    Example:
-      >>> import jax.numpy as jnp
-      >>> from flax import nnx
-      >>> from revjax import ReversibleCouplingBlock
-      >>> rngs = nnx.Rngs(0)
-      >>> block = ReversibleCouplingBlock(8, F=nnx.Linear(4, 4, rngs=rngs), rngs=rngs)
-      >>> x = jnp.ones((2, 8))
-      >>> bool(jnp.allclose(block.inverse(block(x)), x, atol=1e-6))
-      True
-
-    References:
-      Gomez et al., *The Reversible Residual Network: Backpropagation Without Storing
-      Activations*, arXiv:1707.04585.
-    """
-
-    def __init__(
-        self,
-        dim: int,
-        F: Callable[..., Array] | None = None,
-        G: Callable[..., Array] | None = None,
-        *,
-        coupling: Coupling = Additive(),
-        axis: int = -1,
-        rngs: nnx.Rngs | None = None,
-    ) -> None:
-        """Builds the block; see the class."""
-        _checks.even(dim, "dim")
-        _checks.coupling(coupling)
-        _checks.integer(axis, "axis")
-        self.dim = dim
-        self.axis = axis
-        self.coupling = coupling
-        f, g = self._names()
-        if F is not None or f == "F":
-            self.F = self._branch("F", F, rngs)
-        if G is not None or g == "G":
-            self.G = self._branch("G", G, rngs)
-
-    def _branch(self, name: str, branch: Any, rngs: nnx.Rngs | None) -> Any:
-        if branch is None:
-            given = _checks.default_branch(rngs, name)
-            _checks.rngs(given, nnx.Rngs)
-            half = self.dim // 2
-            return nnx.Linear(half, half, use_bias=False, rngs=given)
-        _checks.callable_(branch, name)
-        return branch
-
-    def _names(self) -> tuple[str, str]:
-        """Returns what messages call the branches."""
-        base = ReversibleCouplingBlock
-        return (
-            "F" if type(self).f is base.f else "f",
-            "G" if type(self).g is base.g else "g",
-        )
-
-    def f(self, x: Array, *context: Any, **kwargs: Any) -> Array:
-        """Returns what changes the first stream, given the second; may be rewritten."""
-        return self.F(x, *context, **kwargs)
-
-    def g(self, x: Array, *context: Any, **kwargs: Any) -> Array:
-        """Returns what changes the second stream, given the first; may be rewritten."""
-        return self.G(x, *context, **kwargs)
-
-    def __call__(self, x: ArrayLike, *context: Any, **kwargs: Any) -> Array:
-        """Runs the block.
-
-        Args:
-          x: The input, `[..., dim, ...]`, floating-point or complex.
-          *context: Further arguments of the branches: arrays, which receive gradients
-            if they are floating-point; pytrees of them; NNX modules such as `nnx.Rngs`,
-            which are updated; `revjax.PerBlock`, of which each block of a stack
-            receives its own entry; anything else is static.
-          **kwargs: The same, by keyword.
-
-        Returns:
-          The output, of the shape of `x`, in the dtype of the coupling's streams.
-        """
-        return call([Segment(self)], Mode(), x, context, kwargs)
-
-    def inverse(self, y: ArrayLike, *context: Any, **kwargs: Any) -> Array:
-        """Returns the input that gave `y`, with the variables as they are now.
-
-        Args:
-          y: An output of the block.
-          *context: As in the call that gave `y`.
-          **kwargs: The same.
-
-        Returns:
-          The input, up to rounding. No variable changes.
-
-        Raises:
-          ValueError: If a branch depends on variables that a call changes (RNG
-            streams, counters) and that have therefore moved on since the call.
-        """
-        return call([Segment(self)], Mode(), y, context, kwargs, inverse=True)
-
-
-class ReversibleSequential(nnx.Module):
+class ReversibleSequential(Invertible):
     """Reversible blocks one after the other, each differentiated on its own.
 
     Each block keeps its own output, so that activation memory grows with depth, but by
@@ -171,36 +38,54 @@ class ReversibleSequential(nnx.Module):
       (3, (2, 8))
     """
 
-    def __init__(self, blocks: Iterable[ReversibleCouplingBlock]) -> None:
+    def __init__(self, blocks: Iterable[ReversibleBlock]) -> None:
         """Builds the stack; see the class."""
-        self.blocks = nnx.List(_checks.blocks(blocks, ReversibleCouplingBlock))
+        self.blocks = nnx.List(_checks.blocks(blocks, ReversibleBlock))
 
     def __len__(self) -> int:
         """Returns the number of blocks."""
         return len(self.blocks)
 
-    def __getitem__(self, i: int) -> ReversibleCouplingBlock:
+    def __getitem__(self, i: int) -> ReversibleBlock:
         """Returns block `i` itself."""
         return self.blocks[_checks.index(i, len(self))]
 
-    def __call__(self, x: ArrayLike, *context: Any, **kwargs: Any) -> Array:
-        """Runs the blocks in order; arguments as in `ReversibleCouplingBlock`."""
-        y = _checks.stream(x, "x")
-        for i, block in enumerate(self.blocks):
-            args, named = for_block(i, len(self), context, kwargs)
-            y = block(y, *args, **named)
-        return y
-
-    def inverse(self, y: ArrayLike, *context: Any, **kwargs: Any) -> Array:
-        """Undoes the blocks, last to first; see `ReversibleCouplingBlock.inverse`."""
-        x = _checks.stream(y, "y")
-        for i in reversed(range(len(self))):
-            args, named = for_block(i, len(self), context, kwargs)
-            x = self.blocks[i].inverse(x, *args, **named)
-        return x
+    def _run(self, x: Any, args: tuple, kwargs: dict, **options: bool) -> Any:
+        inverse, log_det = options.get("inverse", False), options.get("log_det", False)
+        y = _checks.stream(x, "y" if inverse else "x")
+        blocks = list(enumerate(self.blocks))
+        log_dets = []
+        for i, block in reversed(blocks) if inverse else blocks:
+            context = for_block(i, len(self), args, kwargs)
+            y = block._run(y, *context, **options)
+            if log_det:
+                y, term = y
+                log_dets.append(term)
+        return (y, sum(log_dets, no_log_det(y))) if log_det else y
 
 
-class ReversibleSequence(nnx.Module):
+class Drift(nnx.Variable):
+    """The drift at each anchor of a stack; it arrives as this variable's gradient.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> from flax import nnx
+      >>> from revjax import Drift, ReversibleCouplingBlock, ReversibleSequence
+      >>> stack = ReversibleSequence.create(
+      ...     lambda rngs: ReversibleCouplingBlock(8, rngs=rngs), 12, 4,
+      ...     between_anchors="invert", measure_drift=True, rngs=nnx.Rngs(0),
+      ... )
+      >>> both = nnx.DiffState(0, (nnx.Param, Drift))
+      >>> def loss(stack, x): return jnp.sum(stack(x) ** 2)
+      >>> x = jax.random.normal(jax.random.key(0), (4, 8))
+      >>> gradients = nnx.grad(loss, argnums=both)(stack, x)
+      >>> drift = nnx.pop(gradients, Drift)["drift"][...]
+      >>> drift.shape, bool(0 < drift[0] < 1e-5), float(drift[-1])
+      ((3,), True, 0.0)
+    """
+
+
+class ReversibleSequence(Invertible):
     r"""Reversible blocks in activation memory that does not grow with depth.
 
     The whole stack is differentiated by one rule that keeps the final output. The
@@ -227,6 +112,10 @@ class ReversibleSequence(nnx.Module):
         anchor, so that rounding errors build up over at most A blocks.
       store_activations: Ordinary autodiff, whatever `anchor_every` is: for forward
         mode, debugging, comparison.
+      measure_drift: With anchors between which blocks are undone: whether to compare,
+        in the backward pass, what was recovered with each anchor. The stack then has a
+        variable `drift` of type `revjax.Drift`, `[anchors]`, and the relative distances
+        arrive as its gradient. The last anchor is the output, whose drift is zero.
 
     Raises:
       TypeError: If one of `blocks` is not a reversible block, or an option is of the
@@ -253,30 +142,41 @@ class ReversibleSequence(nnx.Module):
 
     def __init__(
         self,
-        blocks: Iterable[ReversibleCouplingBlock],
+        blocks: Iterable[ReversibleBlock],
         anchor_every: int = 0,
         *,
         between_anchors: BetweenAnchors = "recompute",
         store_activations: bool = False,
+        measure_drift: bool = False,
     ) -> None:
         """Builds the stack from a list; see the class."""
         Mode(anchor_every, between_anchors, store_activations)
-        blocks = _checks.blocks(blocks, ReversibleCouplingBlock)
+        _checks.measurable(
+            measure_drift, anchor_every, between_anchors, store_activations
+        )
+        blocks = _checks.blocks(blocks, ReversibleBlock)
         self.segments = nnx.List(stack_alike(blocks))
         self.anchor_every = anchor_every
         self.between_anchors: BetweenAnchors = between_anchors
         self.store_activations = store_activations
+        self.measure_drift = measure_drift
+        self._meter()
+
+    def _meter(self) -> None:
+        if self.measure_drift:
+            self.drift = Drift(jnp.zeros(anchors(len(self), self.anchor_every)))
 
     @classmethod
     def create(
         cls,
-        make_block: Callable[[nnx.Rngs], ReversibleCouplingBlock],
+        make_block: Callable[[nnx.Rngs], ReversibleBlock],
         depth: int,
         anchor_every: int = 0,
         *,
         rngs: nnx.Rngs,
         between_anchors: BetweenAnchors = "recompute",
         store_activations: bool = False,
+        measure_drift: bool = False,
     ) -> "ReversibleSequence":
         """Builds a stack of alike blocks, whose variables are born stacked.
 
@@ -288,6 +188,7 @@ class ReversibleSequence(nnx.Module):
           rngs: Randomness; each block receives keys of its own.
           between_anchors: As in the class.
           store_activations: As in the class.
+          measure_drift: As in the class.
 
         Returns:
           The stack, with one segment.
@@ -297,7 +198,7 @@ class ReversibleSequence(nnx.Module):
             or `rngs` is no `nnx.Rngs`.
           ValueError: If `depth` is negative.
         """
-        _checks.maker(make_block)
+        _checks.maker(make_block, ReversibleBlock)
         depth = _checks.depth(depth)
         _checks.rngs(rngs, nnx.Rngs)
         sequence = cls(
@@ -305,21 +206,23 @@ class ReversibleSequence(nnx.Module):
             anchor_every,
             between_anchors=between_anchors,
             store_activations=store_activations,
+            measure_drift=measure_drift,
         )
         if depth:
 
-            def make(rngs: nnx.Rngs) -> ReversibleCouplingBlock:
+            def make(rngs: nnx.Rngs) -> ReversibleBlock:
                 made = [make_block(rngs)]
-                return _checks.blocks(made, ReversibleCouplingBlock, "make_block")[0]
+                return _checks.blocks(made, ReversibleBlock, "make_block")[0]
 
             sequence.segments.append(born_stacked(make, depth, rngs))
+            sequence._meter()
         return sequence
 
     def __len__(self) -> int:
         """Returns the number of blocks."""
         return sum(len(segment) for segment in self.segments)
 
-    def __getitem__(self, i: int) -> ReversibleCouplingBlock:
+    def __getitem__(self, i: int) -> ReversibleBlock:
         """Returns a copy of block `i`: changing it does not change the stack."""
         places = [
             (segment, k) for segment in self.segments for k in range(len(segment))
@@ -327,13 +230,13 @@ class ReversibleSequence(nnx.Module):
         segment, k = places[_checks.index(i, len(places))]
         return segment[k]
 
-    def __call__(self, x: ArrayLike, *context: Any, **kwargs: Any) -> Array:
-        """Runs the blocks in order; arguments as in `ReversibleCouplingBlock`."""
-        return call(self.segments, self._mode(), x, context, kwargs)
-
-    def inverse(self, y: ArrayLike, *context: Any, **kwargs: Any) -> Array:
-        """Undoes the blocks, last to first; see `ReversibleCouplingBlock.inverse`."""
-        return call(self.segments, self._mode(), y, context, kwargs, inverse=True)
+    def _run(self, x: Any, args: tuple, kwargs: dict, **options: bool) -> Any:
+        drift = None
+        if self.measure_drift and not options.get("inverse"):
+            drift = self.drift[...]
+        return call(
+            self.segments, self._mode(), x, args, kwargs, drift=drift, **options
+        )
 
     def _mode(self) -> Mode:
         return Mode(self.anchor_every, self.between_anchors, self.store_activations)

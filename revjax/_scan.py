@@ -7,18 +7,20 @@ from typing import Any
 import jax
 from jax import Array
 
-from revjax import _checks
-from revjax._block import Branch
+from revjax import _checks, _law_checks
 from revjax._couplings import Additive, Coupling
 from revjax._inputs import give, take
-from revjax._modes import BetweenAnchors, Mode, run
-from revjax._stack import BranchSpec, SegmentSpec, make_plan
+from revjax._modes import BetweenAnchors, Mode, anchors, run
+from revjax._plan import BranchSpec, SegmentSpec, make_plan
+from revjax._step import Branch, Step
 
 
 @functools.partial(
     jax.jit, static_argnames=("f", "g", "coupling", "mode", "depth", "rest", "has_aux")
 )
-def _scan(f, g, inputs, streams, arrays, *, coupling, mode, depth, rest, has_aux):
+def _scan(
+    f, g, inputs, streams, arrays, drift, *, coupling, mode, depth, rest, has_aux
+):
     """`reversible_scan` after its checks, compiled once for equal static arguments."""
     own, treedef = jax.tree.flatten(inputs)
     common, merge = arrays, _merge(rest)
@@ -38,11 +40,13 @@ def _scan(f, g, inputs, streams, arrays, *, coupling, mode, depth, rest, has_aux
     )
     plan, hoisted = make_plan([SegmentSpec(steps, depth, None)], [own], common, streams)
     _checks.nothing_traced(hoisted)
-    y, *_, (outputs,) = run(plan, mode, [own], [*common, *hoisted], streams)
+    y, *_, (outputs,) = run(plan, mode, [own], [*common, *hoisted], streams, drift)
+    steps = (step for step in plan.segments[0].steps if isinstance(step, Step))
     aux = tuple(
         jax.tree.unflatten(step.aux, leaves)
-        for step, leaves in zip(plan.segments[0].steps, outputs, strict=True)
+        for step, leaves in zip(steps, outputs, strict=True)
     )
+    y = tuple(map(coupling.decode, y))
     return (y, aux) if has_aux else y
 
 
@@ -78,6 +82,7 @@ def reversible_scan(
     between_anchors: BetweenAnchors = "recompute",
     store_activations: bool = False,
     has_aux: bool = False,
+    drift: Array | None = None,
 ) -> Any:
     r"""Runs a stack of reversible blocks on a pair of streams, as a pure function.
 
@@ -112,6 +117,10 @@ def reversible_scan(
         anchor, so that rounding errors build up over at most A blocks.
       store_activations: Ordinary autodiff, whatever `anchor_every` is: for forward
         mode, debugging, comparison.
+      drift: With anchors between which blocks are undone, a floating-point array
+        `[anchors]`, one entry for each `anchor_every` blocks begun. Its values do not
+        matter; its gradient is the relative distance of the streams at each anchor
+        from what the backward pass made of them. The last anchor is the output.
       has_aux: Whether each branch returns a pair `(h, aux)`: besides the update a
         pytree of arrays, such as a loss that balances the load of experts.
 
@@ -144,17 +153,20 @@ def reversible_scan(
     """
     mode = Mode(anchor_every, between_anchors, store_activations)
     _checks.boolean(has_aux, "has_aux")
-    _checks.coupling(coupling)
+    _law_checks.coupling(coupling)
     for name, function in (("f", f), ("g", g)):
         _checks.static_function(function, name)
     _checks.pair(params, "params", "(f_params, g_params)")
     _checks.pair(streams, "streams", "(x1, x2)")
     depth = _checks.leading_axis(params)
+    if drift is not None:
+        _checks.measurable(True, anchor_every, between_anchors, store_activations)
+        _checks.meter(drift, anchors(depth, anchor_every))
     x1, x2 = (coupling.encode(_checks.stream(x, "streams")) for x in streams)
     shared, entries = take(context, depth)
     arrays, rest = _partition(shared)
     with _checks.reverse_mode():
         return _scan(
-            f, g, (tuple(params), entries), (x1, x2), arrays,
+            f, g, (tuple(params), entries), (x1, x2), arrays, drift,
             coupling=coupling, mode=mode, depth=depth, rest=rest, has_aux=has_aux,
         )  # fmt: skip

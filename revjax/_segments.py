@@ -58,7 +58,7 @@ def stack_alike(blocks: Sequence[Any]) -> list[Segment]:
 
     def shared(a: int, b: int) -> list[bool] | None:
         """Says which variables two blocks share; `None` if they cannot be stacked."""
-        if keys[a] != keys[b]:
+        if keys[a] != keys[b] or not blocks[a].stackable:
             return None
         pairs = list(zip(parts[a].nodes, parts[b].nodes, strict=True))
         # A block's own variable that occurs elsewhere would be untied by stacking.

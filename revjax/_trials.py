@@ -9,17 +9,14 @@ import numpy as np
 from flax import nnx
 from jax import Array
 
-from revjax._block import is_inexact
+from revjax._blocks import ReversibleBlock
 from revjax._calls import call, for_block
 from revjax._modes import Mode
-from revjax._nnx import (
-    ReversibleCouplingBlock,
-    ReversibleSequence,
-    ReversibleSequential,
-)
+from revjax._nnx import ReversibleSequence, ReversibleSequential
 from revjax._segments import Segment
+from revjax._step import is_inexact
 
-Model = ReversibleCouplingBlock | ReversibleSequential | ReversibleSequence
+Model = ReversibleBlock | ReversibleSequential | ReversibleSequence
 
 
 def call_model(model: Model, x: Array, args: tuple, kwargs: dict) -> Array:
@@ -27,7 +24,7 @@ def call_model(model: Model, x: Array, args: tuple, kwargs: dict) -> Array:
 
 
 def segments_of(model: Model) -> list[Segment]:
-    if isinstance(model, ReversibleCouplingBlock):
+    if isinstance(model, ReversibleBlock):
         return [Segment(model)]
     if isinstance(model, ReversibleSequential):
         return [Segment(block) for block in model.blocks]
@@ -78,7 +75,7 @@ class Trial:
     def blocks(self, x: Array) -> list[tuple[Any, Array, tuple, dict]]:
         """Returns each block with its input and its context."""
         model, args, kwargs = self.parts()
-        single = isinstance(model, ReversibleCouplingBlock)
+        single = isinstance(model, ReversibleBlock)
         rows = []
         for i in range(self.depth):
             block = nnx.clone(model if single else model[i])

@@ -13,13 +13,12 @@ from flax import nnx
 from jax import Array
 
 from revjax import _checks
-from revjax._block import is_inexact
+from revjax._blocks import ReversibleBlock
 from revjax._calls import unwrap
-from revjax._nnx import (
-    ReversibleCouplingBlock,
-    ReversibleSequence,
-    ReversibleSequential,
-)
+from revjax._drift import ReconstructionError as ReconstructionError
+from revjax._drift import reconstruction_error as reconstruction_error
+from revjax._nnx import ReversibleSequence, ReversibleSequential
+from revjax._step import is_inexact
 from revjax._trials import (
     Model,
     Trial,
@@ -136,7 +135,7 @@ def check_reversible(model: Model, x: Any, *context: Any, **kwargs: Any) -> Repo
       >>> report.evaluations
       {'f': 2, 'g': 2}
     """
-    kinds = (ReversibleCouplingBlock, ReversibleSequential, ReversibleSequence)
+    kinds = (ReversibleBlock, ReversibleSequential, ReversibleSequence)
     _checks.model(model, kinds)
     x = _checks.stream(x, "x")
     trial = Trial(model, context, kwargs)
@@ -147,7 +146,7 @@ def check_reversible(model: Model, x: Any, *context: Any, **kwargs: Any) -> Repo
         jax.eval_shape(stored, state, x)
     except (TypeError, ValueError) as error:
         return Report({"contract": Check("contract", False, str(error))})
-    if (y.shape, x.shape) != (x.shape, y.shape):
+    if y.size != x.size:
         found = f"{_checks.describe(x)} becomes {_checks.describe(y)}"
         return Report({"contract": Check("contract", False, found)})
 
@@ -233,13 +232,13 @@ def _same(name: str, one: Any, other: Any, what: str) -> Check:
 
 def _purity(trial: Trial, x: Array) -> Check:
     for i, (block, x_in, args, kwargs) in enumerate(trial.blocks(x)):
-        streams = jnp.split(x_in, 2, block.axis)
-        for name, stream in zip("fg", streams[::-1], strict=True):
+        streams = jnp.split(x_in, block._form()["streams"], block.axis)
+        for k, name in enumerate(_labels(block)):
+            others = streams[:k] + streams[k + 1 :]
 
-            def branch(name=name, stream=stream, row=(block, args, kwargs)) -> Any:
+            def branch(k=k, others=others, row=(block, args, kwargs)) -> Any:
                 block, args, kwargs = nnx.clone(row)
-                args, kwargs = unwrap(args, kwargs)
-                return getattr(block, name)(stream, *args, **kwargs)
+                return block._evaluate(k, others, *unwrap(args, kwargs))
 
             check = _same(
                 "purity", branch(), branch(), f"two calls of `{name}` of block {i}"
@@ -249,34 +248,42 @@ def _purity(trial: Trial, x: Array) -> Check:
     return Check("purity", True, "each branch, called twice, agrees with itself")
 
 
+def _labels(block: ReversibleBlock) -> list[str]:
+    """Returns the names of a block's branches in a report, whoever wrote them."""
+    return [name.lower() for name in block._names()]
+
+
 def _evaluations(trial: Trial, x: Array) -> tuple[Check, dict[str, int]]:
     counts: collections.Counter[str] = collections.Counter()
 
-    def spied(name: str, method: Callable) -> Callable:
+    def spied(evaluate: Callable) -> Callable:
         """Adds a zero to the input that only a call of the host can give."""
 
-        def tick(_: Any, dtype: Any) -> np.ndarray:
+        def tick(_: Any, name: str, dtype: Any) -> np.ndarray:
             counts[name] += 1
             return np.zeros((), dtype)
 
-        @functools.wraps(method)
-        def branch(self: Any, x: Array, *args: Any, **kwargs: Any) -> Array:
+        @functools.wraps(evaluate)
+        def branch(self: Any, step: int, others: Any, args: Any, kwargs: Any) -> Any:
+            x, *rest = others
             zero = jax.pure_callback(
-                functools.partial(tick, dtype=x.dtype),
+                functools.partial(tick, name=_labels(self)[step], dtype=x.dtype),
                 jax.ShapeDtypeStruct((), x.dtype),
                 jax.lax.stop_gradient(jnp.sum(x)),
             )
-            return method(self, x + zero, *args, **kwargs)
+            return evaluate(self, step, [x + zero, *rest], args, kwargs)
 
         return branch
 
     @functools.cache
     def spying(kind: type) -> type:
-        methods = {name: spied(name, getattr(kind, name)) for name in "fg"}
-        return type(kind.__name__, (kind,), methods)
+        return type(kind.__name__, (kind,), {"_evaluate": spied(kind._evaluate)})
 
     model, args, kwargs = trial.parts()
+    expected: collections.Counter[str] = collections.Counter()
     for segment in segments_of(model):
+        for name in _labels(segment.block):
+            expected[name] += len(segment)
         segment.block.__class__ = spying(type(segment.block))
     spied_trial = Trial(model, args, kwargs)
 
@@ -284,16 +291,18 @@ def _evaluations(trial: Trial, x: Array) -> tuple[Check, dict[str, int]]:
         counts.clear()
         jax.block_until_ready(_jit(run)(spied_trial.state, x))
         jax.effects_barrier()
-        return {name: counts[name] for name in "fg"}
+        return {name: counts[name] for name in expected}
 
     forward = count(spied_trial.forward(call_model))
     step = count(spied_trial.step(call_model))
     passes = 1 if getattr(model, "store_activations", False) else 2
     # A compiler leaves out what no gradient needs.
-    most = passes * trial.depth
-    passed = all(forward[n] == trial.depth and step[n] <= most for n in "fg")
+    passed = all(
+        forward[name] == times and step[name] <= passes * times
+        for name, times in expected.items()
+    )
     found = ", ".join(
-        f"`{name}` {forward[name]} forward, {step[name]} in a step" for name in "fg"
+        f"`{name}` {forward[name]} forward, {step[name]} in a step" for name in expected
     )
     return Check("evaluations", passed, found), step
 

@@ -260,7 +260,7 @@ def test_randomness_that_cannot_be_switched_off_leaves_the_inverse_untold():
 
 def test_only_reversible_models_and_floats_are_taken():
     message = (
-        "`model` must be one of ReversibleCouplingBlock, ReversibleSequential, "
+        "`model` must be a reversible block, a ReversibleSequential or a "
         "ReversibleSequence. Got an object of type MLP."
     )
     with pytest.raises(TypeError) as caught:

@@ -684,7 +684,7 @@ def test_an_option_that_was_made_bad_later_is_refused(options, error, message):
 # --- the blocks of a stack ----------------------------------------------------------
 
 WRAP = (
-    "must {} a ReversibleCouplingBlock. Got {}; wrap your modules: "
+    "must {} a reversible block. Got {}; wrap your modules: "
     "`ReversibleCouplingBlock(dim, F, G)`."
 )
 
@@ -716,7 +716,7 @@ def test_a_stack_in_a_list_of_blocks_is_refused(stack):
 @pytest.mark.parametrize("stack", STACKS)
 def test_a_single_block_is_not_a_list_of_blocks(stack):
     message = (
-        "`blocks` must be a list of ReversibleCouplingBlocks. Got {}; pass `[block]` "
+        "`blocks` must be a list of reversible blocks. Got {}; pass `[block]` "
         "for a single block."
     )
     found = "an object of type ReversibleCouplingBlock"
@@ -802,7 +802,7 @@ def test_blocks_must_agree_on_the_dtype_of_the_streams():
     message = (
         "`coupling` must represent the streams alike in all blocks of a stack. `F` of "
         "block 2 (ReversibleCouplingBlock) has streams of bfloat16, the blocks before "
-        "it float32; give all of them the same `dtype`."
+        "it float32; give all of them the same `dtype`, or the same `fraction_bits`."
     )
     every_call_says(ValueError, message, stack, X)
     says(ValueError, message, stack.inverse, X)

@@ -19,23 +19,37 @@ files = pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
 RANKS = {
     "_checks": 0,
     "_backward": 1,
-    "_couplings": 1,
+    "_law_checks": 1,
     "_inputs": 1,
-    "_block": 2,
-    "_stack": 3,
-    "_modes": 4,
-    "_scan": 5,
-    "_modules": 3,
-    "_segments": 4,
-    "_calls": 5,
-    "_nnx": 6,
-    "_trials": 7,
-    "diagnostics": 8,
-    "__init__": 9,
+    "_moves": 1,
+    "_couplings": 2,
+    "_exact": 3,
+    "_integrators": 3,
+    "_step": 3,
+    "_block": 4,
+    "_plan": 4,
+    "_stack": 5,
+    "_modes": 6,
+    "_reconstruct": 6,
+    "_scan": 7,
+    "_invertible": 0,
+    "_modules": 4,
+    "_segments": 5,
+    "_calls": 7,
+    "_blocks": 8,
+    "_between": 9,
+    "_nnx": 9,
+    "_trials": 10,
+    "_drift": 11,
+    "diagnostics": 12,
+    "__init__": 13,
 }
 SPECIAL = ("__name__", "__setattr__", "__class__", "__qualname__")
 # The only files that know Flax.
-FLAX = {"_modules", "_segments", "_calls", "_nnx", "_trials", "diagnostics"}
+FLAX = {
+    "_between", "_blocks", "_calls", "_drift", "_invertible", "_modules", "_nnx", "_segments",
+    "_trials", "diagnostics",
+}  # fmt: skip
 
 
 def tree(path):
