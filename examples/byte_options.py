@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from byte_data import fail
-from transformer import MODES, PRECISIONS, TransformerConfig
+from transformer import MODES, PRECISIONS, STREAMS, TransformerConfig
 
 RUNS = pathlib.Path(
     "runs"
@@ -106,6 +106,7 @@ def parse_options(argv: list[str] | None, description: str | None) -> dict[str, 
     add(model, "mode", "where the backward pass gets activations", MODES)
     add(model, "anchor_every", "blocks between anchors, if anchored", count(1))
     add(model, "precision", "of the branches; streams are float32", PRECISIONS)
+    add(model, "streams", "float32, or fixed point that is undone exactly", STREAMS)
     training = parser.add_argument_group("training")
     add(training, "data", "file or folder (default: Python's standard library)")
     add(training, "batch", "texts in a step", count(1))

@@ -22,11 +22,18 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
-from revjax import Additive, ReversibleCouplingBlock, ReversibleSequence
+from revjax import (
+    Additive,
+    Coupling,
+    ExactAdditive,
+    ReversibleCouplingBlock,
+    ReversibleSequence,
+)
 
 VOCABULARY = 256  # a token is a byte
 MODES = ("reversible", "anchored", "stored", "checkpoint")
 PRECISIONS = ("float32", "bfloat16")
+STREAMS = ("float", "exact")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,12 +53,20 @@ class TransformerConfig:
     dropout: float = 0.0  # share of every branch's output that is dropped in training
     mode: str = "reversible"
     anchor_every: int = 4  # blocks from one anchor to the next; used by "anchored"
-    precision: str = "float32"  # of the branches; the streams are always float32
+    precision: str = "float32"  # of the branches; streams are float32 or wider
+    streams: str = "float"  # or "exact": in fixed point, undone bit for bit
 
     @property
     def dtype(self) -> Any:
         """The dtype that the branches compute in."""
         return jnp.dtype(self.precision)
+
+    @property
+    def coupling(self) -> Coupling:
+        """How the streams are held, and changed."""
+        if self.streams == "exact":
+            return ExactAdditive(fraction_bits=20)  # up to 2,000, in steps of 1e-6
+        return Additive(dtype=jnp.promote_types(self.dtype, jnp.float32))
 
 
 class Attention(nnx.Module):
@@ -154,7 +169,7 @@ class Transformer(nnx.Module):
                 width,
                 F=Attention(config, rngs=rngs),
                 G=MLP(config, rngs=rngs),
-                coupling=Additive(dtype=jnp.float32),  # float32 streams, whatever F, G
+                coupling=config.coupling,
                 rngs=rngs,
             )
 

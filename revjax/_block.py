@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 
 from revjax._step import Leaves, Move, Step, Streams, is_inexact, override, place, split
 
@@ -161,4 +161,7 @@ def invert_and_vjp(
         others_ct = tuple(a + b for a, b in zip(others_ct, d_others_ct, strict=True))
         streams = place(x, others, step.stream)
         streams_ct = place(x_ct, others_ct, step.stream)
+        if step.exact:
+            # One branch after the other: decoded streams are arrays of their own.
+            streams, streams_ct = lax.optimization_barrier((streams, streams_ct))
     return streams, streams_ct, own_ct, common_ct

@@ -121,7 +121,11 @@ def boolean(value: Any, name: str) -> None:
 def stream(x: Any, name: str) -> jax.Array:
     """Checks an input array; returns it without a weak type."""
     if not is_array(x) and not isinstance(x, float | complex):
-        msg = f"`{name}` must be a floating-point or complex array. Got {describe(x)}."
+        what = "the shape of " if isinstance(x, jax.ShapeDtypeStruct) else ""
+        msg = (
+            f"`{name}` must be a floating-point or complex array. Got {what}"
+            f"{describe(x)}."
+        )
         raise TypeError(msg)
     if not isinstance(x, float | complex) and not jnp.issubdtype(x.dtype, jnp.inexact):
         hint = "; convert it first, for example with `.astype(jnp.float32)`"

@@ -3,8 +3,9 @@
 import dataclasses
 from typing import Any
 
-import numpy as np
+import jax.numpy as jnp
 from flax import nnx
+from jax import Array
 
 from revjax import _checks
 from revjax._blocks import ReversibleBlock
@@ -23,8 +24,8 @@ class ReconstructionError:
       relative: The norm of the difference relative to that of the input, `[blocks]`.
     """
 
-    absolute: np.ndarray
-    relative: np.ndarray
+    absolute: Array
+    relative: Array
 
 
 def reconstruction_error(
@@ -83,7 +84,7 @@ def reconstruction_error(
     blocks = sum(map(len, segments))
     if not undone or not blocks:
         _checks.stream(x, "x")
-        return ReconstructionError(np.zeros(blocks), np.zeros(blocks))
+        return ReconstructionError(jnp.zeros(blocks), jnp.zeros(blocks))
     context, kwargs = nnx.clone((context, kwargs))
     errors = call(segments, Mode(), x, context, kwargs, errors_from=every)
-    return ReconstructionError(*map(np.asarray, errors))
+    return ReconstructionError(*errors)

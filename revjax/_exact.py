@@ -69,9 +69,24 @@ def _add_jvp(
     fraction_bits: int, sign: int, primals: tuple, tangents: tuple
 ) -> tuple[Array, Array]:
     """Straight through: as if nothing was rounded."""
-    (words, h), (x_dot, h_dot) = primals, tangents
-    y = _add(fraction_bits, sign, words, h)
-    return y, x_dot + sign * h_dot.astype(x_dot.dtype)
+    x_dot, h_dot = tangents[0], tangents[1].astype(tangents[0].dtype)
+    y_dot = x_dot + h_dot if sign > 0 else x_dot - h_dot
+    return _add(fraction_bits, sign, *primals), y_dot
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
+def _encode(fraction_bits: int, dtype: Any, x: Array) -> Array:
+    """Returns the words of numbers."""
+    form = _Format.of(dtype)
+    zero = form.pack(jnp.zeros(x.shape, form.integer), True)
+    return _add(fraction_bits, 1, zero, x)
+
+
+@_encode.defjvp
+def _encode_jvp(
+    fraction_bits: int, dtype: Any, primals: tuple, tangents: tuple
+) -> tuple[Array, Array]:
+    return _encode(fraction_bits, dtype, *primals), tangents[0].astype(dtype)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
@@ -177,10 +192,7 @@ class ExactAdditive(Coupling):
         """Returns the words of `x`, rounded to the grid."""
         words = self._words(x.dtype)
         _law_checks.fixed_point(x, words, self.fraction_bits)
-        zero = _Format.of(words).pack(
-            jnp.zeros(x.shape, f"int{8 * words.itemsize}"), True
-        )
-        return _add(self.fraction_bits, 1, zero, jnp.asarray(x))
+        return _encode(self.fraction_bits, words, x)
 
     def decode(self, x: Array) -> Array:
         """Returns the numbers that words stand for."""

@@ -154,6 +154,8 @@ def _reversible_fwd(
     flags = [_flags(leaves) for leaves in own], _flags(common)
     own, common, x = jax.tree.map(lambda p: p.value, (own, common, x))
     out, kept = run_and_keep(plan, own, common, x, keep=True)
+    # Of the meter its dtype is needed.
+    meter = None if watch is None else jnp.zeros((0,), watch[1].value.dtype)
     residuals = flags, own, common, out[0], kept
     key, y, further = _wanted(flags), out[0], out[1:]
 
@@ -165,7 +167,7 @@ def _reversible_fwd(
     plan.backward[key, False] = trace(_further(further, lambda _: {}))
     if any(step.effects for s in plan.segments for step in s.steps):
         plan.backward[key, True] = trace(_further(further, _dense))
-    return (*out, echo), residuals
+    return (*out, echo), (residuals, meter)
 
 
 def _further(cts: Sequence, choose: Callable[[Any], dict]) -> tuple[list, dict, list]:
@@ -178,7 +180,8 @@ def _further(cts: Sequence, choose: Callable[[Any], dict]) -> tuple[list, dict, 
     )
 
 
-def _reversible_bwd(plan: Plan, residuals: Any, cts: Any) -> tuple:
+def _reversible_bwd(plan: Plan, saved: Any, cts: Any) -> tuple:
+    residuals, meter = saved
     flags, _, _, y, _ = residuals
     y_ct, *further, echo_ct = cts
     y_ct = jax.tree.map(_instantiate, y, y_ct)
@@ -195,7 +198,7 @@ def _reversible_bwd(plan: Plan, residuals: Any, cts: Any) -> tuple:
         *d_args, x = jax.tree.unflatten(jax.tree.structure(result), leaves)
     if all(_is_zero(ct) for ct in jax.tree.leaves(echo_ct)):
         return *d_args, None
-    return *d_args, (x, distance(plan, echo_ct, y))
+    return *d_args, (x, distance(plan, echo_ct, y).astype(meter.dtype))
 
 
 def _is_zero(ct: Any) -> bool:

@@ -182,6 +182,13 @@ def host(a):
     return np.asarray(jax.random.key_data(a) if is_key else a)
 
 
+def planned(compiled):
+    """What the compiler plans to allocate."""
+    plan = compiled.memory_analysis()
+    assert plan is not None
+    return plan
+
+
 def square(y):
     return jnp.sum(jnp.square(y)) / y.size
 

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from flax import nnx
-from stacks import HALF, MLP, mlp_block, square
+from stacks import HALF, MLP, mlp_block, planned, square
 
 from revjax import ReversibleCouplingBlock, ReversibleSequence, ReversibleSequential
 
@@ -30,12 +30,6 @@ def different(depth):
     """Blocks that cannot be stacked: neighbours differ in their hidden width."""
     rngs = nnx.Rngs(0)
     return [mlp_block(rngs, hidden=6 + i % 2) for i in range(depth)]
-
-
-def planned(compiled):
-    plan = compiled.memory_analysis()
-    assert plan is not None
-    return plan
 
 
 def residual_bytes(graphdef, params, x=X, method="__call__"):
