@@ -41,14 +41,15 @@ def is_number(dtype: Any) -> bool:
     return jnp.issubdtype(dtype, np.number) or dtype == np.bool_
 
 
-def real(value: Any, name: str) -> None:
-    """Checks a finite real number."""
+def real(value: Any, name: str) -> float:
+    """Checks a finite real number; returns it as Python's, which has no dtype."""
     if isinstance(value, bool) or not isinstance(
         value, int | float | np.integer | np.floating
     ):
         msg = f"`{name}` must be a number. Got {describe(value)}."
         raise TypeError(msg)
     within(bool(np.isfinite(value)), value, name, "finite")
+    return float(value)
 
 
 def within(condition: bool, value: Any, name: str, expected: str) -> None:

@@ -77,7 +77,10 @@ class Coupling(abc.ABC):
         return x
 
     def update(self, h: Any, others: tuple[Array, ...]) -> Any:
-        """Returns what `combine` takes, from the branch's output and its input."""
+        """Returns what `combine` takes, from the branch's output and its input.
+
+        It may be any array or tuple of arrays; the derivative passes through.
+        """
         return h
 
     @abc.abstractmethod
@@ -213,7 +216,7 @@ class Affine(Coupling):
 
     def __post_init__(self) -> None:
         """Checks the options."""
-        _checks.real(self.bound, "bound")
+        object.__setattr__(self, "bound", _checks.real(self.bound, "bound"))
         _checks.within(self.bound > 0, self.bound, "bound", "a positive number")
         _checks.one_of(self.squash, "squash", ("tanh", "atan", "sigmoid"))
 

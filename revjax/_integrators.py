@@ -7,7 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array
 
-from revjax import _checks
+from revjax import _checks, _law_checks
 from revjax._couplings import Coupling
 
 
@@ -45,7 +45,7 @@ class Scaled(Coupling):
 
     def __post_init__(self) -> None:
         """Checks the scale."""
-        _checks.real(self.scale, "scale")
+        object.__setattr__(self, "scale", _checks.real(self.scale, "scale"))
 
     def combine(self, x: Array, h: Any) -> Array:
         """Returns `x + scale * h`."""
@@ -67,10 +67,11 @@ class Momentum(Coupling):
     $$y = \gamma x + (1 - \gamma) h, \qquad x = (y - (1 - \gamma) h) / \gamma$$
 
     In a Momentum ResNet the first stream is a velocity with this law, and the second
-    adds the velocity to itself:
+    adds the velocity to itself. With `def identity(v): return v`, written once so that
+    the blocks of a list are alike:
 
         ReversibleCouplingBlock(
-            dim, F, G=lambda v: v, coupling=(Momentum(0.9), Additive())
+            dim, F, identity, coupling=(Momentum(0.9), Additive())
         )
 
     Undoing divides by $\gamma$ at every block, so rounding errors of the first stream
@@ -100,7 +101,7 @@ class Momentum(Coupling):
 
     def __post_init__(self) -> None:
         """Checks the factor."""
-        _checks.real(self.gamma, "gamma")
+        object.__setattr__(self, "gamma", _checks.real(self.gamma, "gamma"))
         _checks.within(0 < self.gamma <= 1, self.gamma, "gamma", "0 < gamma <= 1")
 
     def combine(self, x: Array, h: Any) -> Array:
@@ -134,7 +135,8 @@ class Leapfrog(Coupling):
 
     Raises:
       TypeError: If `step_size` is no number.
-      ValueError: If `step_size` is not finite.
+      ValueError: If `step_size` is not finite; at a call, in a block of more than two
+        streams.
 
     Example:
       >>> import jax.numpy as jnp
@@ -154,10 +156,12 @@ class Leapfrog(Coupling):
 
     def __post_init__(self) -> None:
         """Checks the step size."""
-        _checks.real(self.step_size, "step_size")
+        step_size = _checks.real(self.step_size, "step_size")
+        object.__setattr__(self, "step_size", step_size)
 
     def update(self, h: Any, others: tuple[Array, ...]) -> Any:
         """Returns `2 * x_n + step_size**2 * h`."""
+        _law_checks.two_streams(others, self)
         (other,) = others
         return 2 * other + self.step_size**2 * jnp.asarray(h, other.dtype)
 

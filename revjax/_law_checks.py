@@ -62,13 +62,23 @@ def couplings(value: Any, steps: int) -> tuple:
         return (value,) * steps
     if len(value) != steps:
         msg = (
-            f"`coupling` must be one coupling or a tuple of {steps}, one for each "
-            f"branch. Got {describe(value)}."
+            "`coupling` must be one coupling, or a tuple with one for each of "
+            f"{steps} branches. Got {describe(value)}."
         )
         raise ValueError(msg)
     for law in value:
         coupling(law)
     return value
+
+
+def two_streams(others: tuple, law: Any) -> None:
+    """Checks that there is one other stream."""
+    if len(others) != 1:
+        msg = (
+            f"`coupling` {describe(law)} is for blocks of two streams, such as "
+            f"ReversibleHalfBlock. Got one of {len(others) + 1}."
+        )
+        raise ValueError(msg)
 
 
 def no_log_det(law: Any) -> TypeError:
@@ -178,7 +188,7 @@ def same_streams(before: Any, after: Any, name: str) -> None:
     if before != after:
         msg = (
             "`coupling` must represent the streams alike in all blocks of a stack. "
-            f"{name} has streams of {after}, the blocks before it {before}; give all "
-            "of them the same `dtype`, or the same `fraction_bits`."
+            f"{name} has streams of {after}, those before it {before}; give all of "
+            "them the same `dtype`, or the same `fraction_bits`."
         )
         raise ValueError(msg)

@@ -84,7 +84,7 @@ class Step:
       writes_own, writes_common: What it returns changed.
       needs_own, needs_common: What its update depends on.
       aux: The structure of the branch's further outputs.
-      arity: The number of arrays that its update is made of.
+      update: The structure of its update, an array or a tuple.
       exact: Whether its bits must be the same in both passes; see `Coupling`.
       name: What error messages call the branch.
     """
@@ -102,7 +102,7 @@ class Step:
     needs_own: frozenset[int]
     needs_common: frozenset[int]
     aux: Any
-    arity: int
+    update: Any
     exact: bool
     name: str
 
@@ -139,14 +139,14 @@ class Step:
         ]
         closed = ClosedJaxpr(self.jaxpr, consts)
         out = jaxpr_as_fun(closed)(*own, *given, *others)
-        h, rest = tuple(out[: self.arity]), out[self.arity :]
+        n_h = self.update.num_leaves
+        h, rest = jax.tree.unflatten(self.update, out[:n_h]), out[n_h:]
         if self.exact:
             h = lax.optimization_barrier(h)
         new_own = rest[: self.n_own]
         new_common = rest[self.n_own : self.n_own + self.n_common]
         own = override(own, {i: new_own[i] for i in self.writes_own})
         common = override(common, {i: new_common[i] for i in self.writes_common})
-        h = h[0] if self.arity == 1 else h
         return h, own, common, rest[self.n_own + self.n_common :]
 
 
@@ -240,14 +240,14 @@ def trace_step(
         list(own), list(common), others
     )
     jaxpr = closed.jaxpr
-    _, new_own, new_common, aux = shapes
+    update, new_own, new_common, aux = shapes
     first = len(common) + len(hoisted)
     consts = range(first, first + len(closed.consts))
     hoisted.extend(closed.consts)
 
     n_own, n_common = len(own), len(common)
     invars = jaxpr.invars[: n_own + n_common]
-    n_h = coupling.arity
+    n_h = len(jax.tree.leaves(update))
     after = jaxpr.outvars[n_h : n_h + n_own + n_common]
     writes = {
         i
@@ -278,7 +278,7 @@ def trace_step(
         needs_own=frozenset(i for i in needs if i < n_own),
         needs_common=frozenset(i - n_own for i in needs if n_own <= i < len(invars)),
         aux=jax.tree.structure(aux),
-        arity=n_h,
+        update=jax.tree.structure(update),
         exact=coupling.exact,
         name=name,
     )

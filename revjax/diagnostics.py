@@ -111,7 +111,7 @@ def check_reversible(model: Model, x: Any, *context: Any, **kwargs: Any) -> Repo
     of the machine epsilon of the output's dtype (3.5e-4 in float32, 1.5e-8 in float64).
 
     Args:
-      model: A `ReversibleCouplingBlock`, `ReversibleSequential` or
+      model: A reversible block of any kind, a `ReversibleSequential` or a
         `ReversibleSequence`.
       x: An input, as for a call; random numbers find more than zeros or ones.
       *context: As in a call.
@@ -265,13 +265,13 @@ def _evaluations(trial: Trial, x: Array) -> tuple[Check, dict[str, int]]:
 
         @functools.wraps(evaluate)
         def branch(self: Any, step: int, others: Any, args: Any, kwargs: Any) -> Any:
-            x, *rest = others
+            x = others[0]
             zero = jax.pure_callback(
                 functools.partial(tick, name=_labels(self)[step], dtype=x.dtype),
                 jax.ShapeDtypeStruct((), x.dtype),
                 jax.lax.stop_gradient(jnp.sum(x)),
             )
-            return evaluate(self, step, [x + zero, *rest], args, kwargs)
+            return evaluate(self, step, [o + zero for o in others], args, kwargs)
 
         return branch
 

@@ -801,8 +801,8 @@ def test_blocks_must_agree_on_the_dtype_of_the_streams():
     )
     message = (
         "`coupling` must represent the streams alike in all blocks of a stack. `F` of "
-        "block 2 (ReversibleCouplingBlock) has streams of bfloat16, the blocks before "
-        "it float32; give all of them the same `dtype`, or the same `fraction_bits`."
+        "block 2 (ReversibleCouplingBlock) has streams of bfloat16, those before it "
+        "float32; give all of them the same `dtype`, or the same `fraction_bits`."
     )
     every_call_says(ValueError, message, stack, X)
     says(ValueError, message, stack.inverse, X)
