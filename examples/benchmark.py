@@ -61,11 +61,12 @@ def stack(**mode) -> Callable[[Params, Streams], Streams]:
 
 
 def ways(depth: int) -> dict[str, Callable[[Params, Streams], Streams]]:
-    """Everything that is compared; the others are divided by the first."""
+    """Everything that is compared."""
     every = max(1, round(depth**0.5))
     return {
         "scan of jax.checkpoint": checkpointed,
         "reversible": stack(),
+        "reversible, exact streams": stack(coupling=revjax.ExactAdditive(20)),
         f"anchors every {every}, recompute": stack(anchor_every=every),
         f"anchors every {every}, invert": stack(
             anchor_every=every, between_anchors="invert"
@@ -128,18 +129,22 @@ def compare_steps(console: Console, options: argparse.Namespace) -> None:
     table = Table(
         title=f"{depth} blocks, width 2 x {options.width}, {options.batch} rows"
     )
-    for column in ("", "step / checkpoint", "min", "max", "step / stored", "scratch"):
+    columns = "step / checkpoint", "min", "max", "/ reversible", "/ stored", "scratch"
+    for column in ("", *columns):
         table.add_column(column, justify="right" if column else "left")
     first, last = next(iter(calls)), list(calls)[-1]
     for name, program in compiled.items():
         ratios = [r[name] / r[first] for r in rounds]
-        to_stored = statistics.median(r[name] / r[last] for r in rounds)
+        others = (
+            statistics.median(r[name] / r[other] for r in rounds)
+            for other in ("reversible", last)
+        )
         table.add_row(
             name,
             f"{statistics.median(ratios):.2f}",
             f"{min(ratios):.2f}",
             f"{max(ratios):.2f}",
-            f"{to_stored:.2f}",
+            *(f"{ratio:.2f}" for ratio in others),
             f"{scratch_mib(program):,.1f} MiB",
         )
     console.print(table)

@@ -26,7 +26,7 @@ from revjax._modules import Frame, Parts
 from revjax._plan import BranchSpec, SegmentSpec, inverted, make_plan, pack, unpack
 from revjax._reconstruct import reconstruction
 from revjax._segments import Segment
-from revjax._step import Branch, Move, accumulator_dtype, override
+from revjax._step import Branch, Move, override, wide
 
 # Nodes of a context that are taken apart as modules, not as plain pytrees.
 _CLOSED = (nnx.Pytree, nnx.Variable)
@@ -121,22 +121,23 @@ def _branch(segment: _SegmentFrame, frame: _CallFrame, step: int) -> Branch:
             {p: leaf for p, leaf in placed if p is not None},
         )
         new_own = [leaf for p, leaf in placed if p is None]
-        aux = _per_example(coupling.log_det(h)) if frame.log_det else ()
+        aux = _per_example(coupling.log_det(h), others[0]) if frame.log_det else ()
         return h, [*new_own, *entries], new_common, aux
 
     return branch
 
 
-def _per_example(log_det: Array) -> Array:
-    """Sums over all axes but the first, or all if there is one, in at least float32."""
-    wide = log_det.astype(accumulator_dtype(log_det.dtype))
-    return jnp.sum(wide, axis=tuple(range(min(1, wide.ndim - 1), wide.ndim)))
-
-
 def no_log_det(x: Any) -> Array:
-    """Returns a zero for each example."""
-    dtype = accumulator_dtype(jnp.finfo(x.dtype).dtype)
+    """Returns a zero for each example, in at least float32; one for one axis alone."""
+    dtype = wide(jnp.finfo(x.dtype).dtype)
     return jnp.zeros(x.shape[: min(1, x.ndim - 1)], dtype)
+
+
+def _per_example(log_det: Array, x: Array) -> Array:
+    """Sums the logarithms of a step over all axes but that of the batch."""
+    zero = no_log_det(x)
+    axes = tuple(range(zero.ndim, log_det.ndim))
+    return jnp.sum(jnp.real(log_det).astype(zero.dtype), axes)
 
 
 def _moved(x: Any, segment: _SegmentFrame, *, undo: bool) -> Any:
@@ -155,12 +156,12 @@ def _traced(own: Any, common: Any, x: Array, drift: Any, *, frame: _CallFrame) -
     shape = jax.eval_shape(lambda: encoded)
     if frame.inverse:
         for segment in reversed(frame.segments):
-            _checks.split_axis(shape, segment.axis, segment.dim)
+            _checks.split_axis(shape, segment.axis, segment.dim, "y")
             shape = _moved(shape, segment, undo=True)
     x_shape = shape
     specs = []
     for segment in frame.segments:
-        _checks.split_axis(shape, segment.axis, segment.dim)
+        _checks.split_axis(shape, segment.axis, segment.dim, "x")
         for law, name in zip(segment.couplings, segment.names, strict=True):
             first, own_format = (c.representation(x.dtype) for c in (laws[0], law))
             _law_checks.same_streams(first, own_format, name)
@@ -172,26 +173,23 @@ def _traced(own: Any, common: Any, x: Array, drift: Any, *, frame: _CallFrame) -
         )
         specs.append(segment.spec(x.ndim, steps))
         shape = _moved(shape, segment, undo=False)
-    plan, hoisted = make_plan(specs, own, common, x_shape)
+    decoded = laws[0].decode if laws else lambda x: x
+    total = None
+    if frame.log_det:
+        total = jax.eval_shape(lambda x: no_log_det(decoded(x)), encoded)
+    plan, hoisted = make_plan(specs, own, common, x_shape, total)
     common = [*common, *hoisted]
     if frame.errors_from is not None:
         errors = reconstruction(plan, own, common, encoded, frame.errors_from)
         return errors, [{} for _ in own], {}
     if frame.inverse:
         plan, own = inverted(plan), own[::-1]
-    y, changed, moving, outputs = run(plan, frame.mode, own, common, encoded, drift)
-    y = laws[0].decode(y) if laws else y
-    if not frame.log_det:
-        return y, changed, moving
-    zero = no_log_det(y)
-    log_det = sum(
-        (
-            jnp.sum(leaf.reshape(-1, *zero.shape), 0)
-            for leaf in jax.tree.leaves(outputs)
-        ),
-        zero,
-    )
-    return (y, -log_det if frame.inverse else log_det), changed, moving
+    y, changed, moving, _, total = run(plan, frame.mode, own, common, encoded, drift)
+    y = decoded(y)
+    if frame.log_det:
+        (log_det,) = total
+        y = y, -log_det if frame.inverse else log_det
+    return y, changed, moving
 
 
 # Compiled once for equal frames, shapes and dtypes.

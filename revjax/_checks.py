@@ -139,8 +139,8 @@ def stream(x: Any, name: str) -> jax.Array:
     return jnp.asarray(array, array.dtype)
 
 
-def split_axis(x: Any, axis: int, dim: int | None) -> None:
-    """Checks that `x` can be split in two streams on `axis`."""
+def split_axis(x: Any, axis: int, dim: int | None, name: str) -> None:
+    """Checks that an input can be split in streams on `axis`."""
     if not -x.ndim <= axis < x.ndim:
         msg = (
             f"`axis` must be an axis of the input. Got axis {axis} for {describe(x)}, "
@@ -150,7 +150,7 @@ def split_axis(x: Any, axis: int, dim: int | None) -> None:
     size = x.shape[axis]
     if dim is not None and size != dim:
         msg = (
-            f"`x` must have size `dim` = {dim} on axis {axis}. Got size {size} for "
+            f"`{name}` must have size `dim` = {dim} on axis {axis}. Got size {size} for "
             f"{describe(x)}; build the block with `dim={size}`, or another `axis`."
         )
         raise ValueError(msg)

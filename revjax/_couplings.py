@@ -12,10 +12,17 @@ from typing import Any, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 from jax.typing import DTypeLike
 
 from revjax import _checks, _law_checks
+
+
+def wide(dtype: Any) -> np.dtype:
+    """Returns a dtype, or float32 where it is narrower or no floating-point one."""
+    inexact = jnp.issubdtype(dtype, jnp.inexact)
+    return np.promote_types(dtype, np.float32) if inexact else np.dtype(np.float32)
 
 
 class Coupling(abc.ABC):
@@ -221,8 +228,9 @@ class Affine(Coupling):
         _checks.one_of(self.squash, "squash", ("tanh", "atan", "sigmoid"))
 
     def log_det(self, h: Any) -> Array:
-        """Returns the bounded log-scale."""
-        s, _ = h
+        """Returns the bounded log-scale, in at least float32."""
+        # What rounds differently in exp(s) and exp(-s) is not undone.
+        s = h[0].astype(wide(h[0].dtype))
         if self.squash == "atan":
             return self.bound * (2 / math.pi) * jnp.arctan(s)
         # A logistic function is a tanh of half its argument.
@@ -230,13 +238,15 @@ class Affine(Coupling):
 
     def combine(self, x: Array, h: Any) -> Array:
         """Returns `x * exp(log_scale) + t`."""
-        scale, t = jnp.exp(self.log_det(h)), h[1]
-        return x * scale.astype(x.dtype) + t.astype(x.dtype)
+        dtype = wide(x.dtype)
+        scale, t = jnp.exp(self.log_det(h)).astype(dtype), h[1].astype(dtype)
+        return (x.astype(dtype) * scale + t).astype(x.dtype)
 
     def recover(self, y: Array, h: Any) -> Array:
         """Returns `(y - t) * exp(-log_scale)`."""
-        scale, t = jnp.exp(-self.log_det(h)), h[1]
-        return (y - t.astype(y.dtype)) * scale.astype(y.dtype)
+        dtype = wide(y.dtype)
+        scale, t = jnp.exp(-self.log_det(h)).astype(dtype), h[1].astype(dtype)
+        return ((y.astype(dtype) - t) * scale).astype(y.dtype)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from revjax import _checks, _law_checks
-from revjax._couplings import Coupling
+from revjax._couplings import Coupling, wide
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,7 +114,7 @@ class Momentum(Coupling):
 
     def log_det(self, h: Any) -> Array:
         """Returns `log(gamma)` everywhere."""
-        return jnp.full_like(h, math.log(self.gamma))
+        return jnp.full_like(h, math.log(self.gamma), dtype=wide(h.dtype))
 
 
 @dataclasses.dataclass(frozen=True)

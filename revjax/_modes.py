@@ -82,12 +82,13 @@ def _chunk(
     chunk_run: Callable, plan: Plan, common: Leaves, carry: tuple, xs: tuple
 ) -> tuple[tuple, tuple]:
     """Runs one chunk; a body of `loop`."""
-    x, moving, echo = carry
+    x, moving, total, echo = carry
     own, drift = xs
-    x, changed, moving, outputs, echo = chunk_run(
+    x, changed, moving, outputs, terms, echo = chunk_run(
         plan, own, override(common, moving), x, None if drift is None else (echo, drift)
     )
-    return (x, moving, echo), (changed, outputs)
+    total = [a + b for a, b in zip(total, terms, strict=True)]
+    return (x, moving, total, echo), (changed, outputs)
 
 
 # An echo comes back through the backward pass: as the cotangent of what went forward.
@@ -140,7 +141,7 @@ def _run_chunks(
             cut = [[column[p] for column in columns] for p in range(len(sizes))]
         pieces.append(iter(cut))
 
-    moving = {i: common[i] for i in plan.moving}
+    moving, total = {i: common[i] for i in plan.moving}, plan.nothing()
     results: list[list] = [[] for _ in plan.segments]
     for count, chunk in runs:
         part = dataclasses.replace(
@@ -161,9 +162,9 @@ def _run_chunks(
             leaves = [[a.reshape(count, n, *a.shape[1:]) for a in leaves[0]]]
         elif meter is not None:
             meter = meter[0]
-        (x, moving, echo), (changed, outputs) = loop(
+        (x, moving, total, echo), (changed, outputs) = loop(
             functools.partial(_chunk, chunk_run, part, common),
-            (x, moving, echo),
+            (x, moving, total, echo),
             (leaves, meter),
             count if count > 1 else None,
             backwards=plan.backwards,
@@ -183,7 +184,8 @@ def _run_chunks(
     ]
     if drift is not None:
         x = _last_echo(x, echo)
-    return x, [new for new, _ in joined], moving, [further for _, further in joined]
+    changed, outputs = ([pair[i] for pair in joined] for i in range(2))
+    return x, changed, moving, outputs, total
 
 
 def run(

@@ -66,6 +66,8 @@ class Plan:
       segments: In the order in which a call runs them.
       backwards: Whether a call runs the blocks of each segment from last to first.
       moving: The places of the common arrays that a call changes.
+      total: Whether the further outputs of all steps, one array each, are summed: their
+        shape and dtype, or `None`.
       backward: Programs of the backward pass, by what is differentiated, and by
         whether more than the output has a cotangent.
     """
@@ -73,7 +75,14 @@ class Plan:
     segments: tuple[Segment, ...]
     backwards: bool
     moving: tuple[int, ...]
+    total: jax.ShapeDtypeStruct | None = None
     backward: dict = dataclasses.field(init=False, default_factory=dict)
+
+    def nothing(self) -> list[Array]:
+        """Returns the total of no terms; an empty list if there is none."""
+        if self.total is None:
+            return []
+        return [jnp.zeros(self.total.shape, self.total.dtype)]
 
     def decode(self, x: Array) -> Array:
         """Returns what a stream stands for; the couplings of a stack agree on it."""
@@ -115,7 +124,11 @@ def _entry(stacked: Array) -> Array:
 
 
 def make_plan(
-    specs: Sequence[SegmentSpec], own: Sequence[Leaves], common: Leaves, x: Any
+    specs: Sequence[SegmentSpec],
+    own: Sequence[Leaves],
+    common: Leaves,
+    x: Any,
+    total: jax.ShapeDtypeStruct | None = None,
 ) -> tuple[Plan, list]:
     """Traces the branches of a stack.
 
@@ -124,6 +137,7 @@ def make_plan(
       own: For each segment its blocks' own arrays.
       common: The arrays that all blocks share.
       x: The input, encoded.
+      total: As in `Plan`.
 
     Returns:
       The plan, and the values that the branches close over, which follow `common` in
@@ -154,7 +168,7 @@ def make_plan(
         segment = Segment(tuple(steps), spec.length, spec.axis, spec.streams)
         segments.append(segment)
     written = {i for s in segments for step in s.steps for i in step.writes_common}
-    return Plan(tuple(segments), False, tuple(sorted(written))), hoisted
+    return Plan(tuple(segments), False, tuple(sorted(written)), total), hoisted
 
 
 def inverted(plan: Plan) -> Plan:
@@ -169,4 +183,4 @@ def inverted(plan: Plan) -> Plan:
         dataclasses.replace(s, steps=tuple(t.inverted() for t in reversed(s.steps)))
         for s in reversed(plan.segments)
     )
-    return Plan(tuple(segments), not plan.backwards, ())
+    return Plan(tuple(segments), not plan.backwards, (), plan.total)

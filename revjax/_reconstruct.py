@@ -43,10 +43,10 @@ def reconstruction(
     out, kept = run_and_keep(plan, own, common, x, keep=True)
     # The carry with which each segment begins.
     last = plan.segments[0]
-    carry = unpack(x, last), {i: common[i] for i in plan.moving}
+    carry: tuple = unpack(x, last), {i: common[i] for i in plan.moving}, []
     starts = []
     for segment, leaves in zip(plan.segments, own, strict=True):
-        carry, last = (repack(carry[0], last, segment), carry[1]), segment
+        carry, last = (repack(carry[0], last, segment), *carry[1:]), segment
         starts.append(carry)
         step = functools.partial(advance, segment, common, False)
         carry, _ = loop(step, carry, list(leaves), segment.length, backwards=False)

@@ -40,7 +40,7 @@ def _scan(
     )
     plan, hoisted = make_plan([SegmentSpec(steps, depth, None)], [own], common, streams)
     _checks.nothing_traced(hoisted)
-    y, *_, (outputs,) = run(plan, mode, [own], [*common, *hoisted], streams, drift)
+    y, _, _, (outputs,), _ = run(plan, mode, [own], [*common, *hoisted], streams, drift)
     steps = (step for step in plan.segments[0].steps if isinstance(step, Step))
     aux = tuple(
         jax.tree.unflatten(step.aux, leaves)

@@ -18,8 +18,9 @@ from jax import Array, lax
 from jax.extend.core import jaxpr_as_fun
 
 from revjax import _block
+from revjax._couplings import wide
 from revjax._plan import Plan, Segment, pack, repack, unpack
-from revjax._step import Leaves, accumulator_dtype, is_inexact, override
+from revjax._step import Leaves, is_inexact, override
 
 
 def loop(
@@ -37,11 +38,12 @@ def advance(
     """Runs one block; a body of `loop`.
 
     Returns:
-      The streams and the common arrays that move; and the own arrays that changed, the
-      further outputs, and, to `keep`, what the replay of each branch needs: the arrays
-      that it reads and that an earlier branch has changed, as they were before it.
+      The streams, the common arrays that move, and the total; and the own arrays that
+      changed, the further outputs unless they are summed, and, to `keep`, what the
+      replay of each branch needs: the arrays that it reads and that an earlier branch
+      has changed, as they were before it.
     """
-    streams, moving = carry
+    streams, moving, total = carry
     streams, new_own, new_common, outputs, before = _block.forward(
         segment.steps, own, override(common, moving), streams
     )
@@ -54,18 +56,22 @@ def advance(
         written |= step.writes_own
     changed = {i: new_own[i] for i in written}
     moving = {i: new_common[i] for i in moving}
-    return (streams, moving), (changed, outputs, replay if keep else None)
+    if total:
+        total = [sum((term for leaves in outputs for term in leaves), *total)]
+        outputs = [[] for _ in outputs]
+    carry = streams, moving, total
+    return carry, (changed, outputs, replay if keep else None)
 
 
 def run_and_keep(
     plan: Plan, own: Sequence[Leaves], common: Leaves, x: Any, *, keep: bool
-) -> tuple[tuple[Any, list, dict, list], list]:
+) -> tuple[tuple[Any, list, dict, list, list], list]:
     """Runs the stack; returns the outputs of `stored`, and what the replay needs."""
     last = plan.segments[0]
-    carry = unpack(x, last), {i: common[i] for i in plan.moving}
+    carry = unpack(x, last), {i: common[i] for i in plan.moving}, plan.nothing()
     changed, outputs, kept = [], [], []
     for segment, leaves in zip(plan.segments, own, strict=True):
-        carry, last = (repack(carry[0], last, segment), carry[1]), segment
+        carry, last = (repack(carry[0], last, segment), *carry[1:]), segment
         carry, (new_own, further, replay) = loop(
             functools.partial(advance, segment, common, keep),
             carry,
@@ -76,7 +82,8 @@ def run_and_keep(
         changed.append(new_own)
         outputs.append(further)
         kept.append(replay)
-    return (pack(carry[0], last), changed, carry[1], outputs), kept
+    streams, moving, total = carry
+    return (pack(streams, last), changed, moving, outputs, total), kept
 
 
 def stored(plan: Plan, own: Sequence[Leaves], common: Leaves, x: Any) -> Any:
@@ -84,7 +91,8 @@ def stored(plan: Plan, own: Sequence[Leaves], common: Leaves, x: Any) -> Any:
 
     Returns:
       The output; for each segment its own arrays that changed, by place; the common
-      arrays that changed, by place; for each segment and step its further outputs.
+      arrays that changed, by place; for each segment and step its further outputs; and
+      their total, if the plan asks for it instead, or an empty list.
     """
     return run_and_keep(plan, own, common, x, keep=False)[0]
 
@@ -170,13 +178,14 @@ def _reversible_fwd(
     return (*out, echo), (residuals, meter)
 
 
-def _further(cts: Sequence, choose: Callable[[Any], dict]) -> tuple[list, dict, list]:
+def _further(cts: Sequence, choose: Callable[[Any], dict]) -> tuple:
     """Chooses among the cotangents of what a stack returns besides its output."""
-    changed, moving, outputs = cts
+    changed, moving, outputs, total = cts
     return (
         [choose(new) for new in changed],
         choose(moving),
         [[choose(leaves) for leaves in segment] for segment in outputs],
+        choose(total),
     )
 
 
@@ -212,11 +221,11 @@ def distance(plan: Plan, found: Any, true: Any) -> Array:
         squares = (jnp.sum(jnp.square(jnp.abs(a))) for a in jax.tree.leaves(streams))
         return jnp.sqrt(sum(squares))
 
-    def wide(streams: Any) -> Any:
-        decoded = jax.tree.map(plan.decode, streams)
-        return jax.tree.map(lambda a: a.astype(accumulator_dtype(a.dtype)), decoded)
+    def decoded(streams: Any) -> Any:
+        streams = jax.tree.map(plan.decode, streams)
+        return jax.tree.map(lambda a: a.astype(wide(a.dtype)), streams)
 
-    found, true = wide(found), wide(true)
+    found, true = decoded(found), decoded(true)
     return norm(jax.tree.map(jnp.subtract, found, true)) / norm(true)
 
 
@@ -224,12 +233,15 @@ def _retreat(
     segment: Segment,
     common: Leaves,
     wanted_own: frozenset[int],
+    total_ct: Mapping[int, Array],
     carry: tuple,
     xs: tuple,
 ) -> tuple[tuple, dict[int, Array]]:
     """Undoes one block and pulls the cotangents through it; a body of `loop`."""
     streams, streams_ct, common_ct = carry
     leaves, replay, new_ct, further_ct = xs
+    if total_ct:  # that of a sum is that of each term
+        further_ct = [total_ct] * len(further_ct)
     before = [
         (override(leaves, own), override(common, moving)) for own, moving in replay
     ]
@@ -256,6 +268,7 @@ def _walk_back(
     changed_ct: Sequence[Mapping[int, Array]],
     moving_ct: Mapping[int, Array],
     outputs_ct: Sequence[Sequence[Mapping[int, Array]]],
+    total_ct: Mapping[int, Array],
 ) -> tuple[list, list, Any, Any]:
     """Returns the cotangents of own arrays, common ones and the input; the input."""
     flags, own, common, y, kept = residuals
@@ -263,7 +276,7 @@ def _walk_back(
     common_ct = {}
     for i, leaf in enumerate(common):
         if is_inexact(leaf) and (i in wanted_common or i in plan.moving):
-            dtype = accumulator_dtype(leaf.dtype)
+            dtype = wide(leaf.dtype)
             ct = moving_ct.get(i)
             zero = ct is None
             common_ct[i] = jnp.zeros_like(leaf, dtype) if zero else ct.astype(dtype)
@@ -277,7 +290,7 @@ def _walk_back(
         streams, streams_ct = (repack(s, last, segment) for s in (streams, streams_ct))
         last = segment
         carry, d_own = loop(
-            functools.partial(_retreat, segment, common, wanted_own),
+            functools.partial(_retreat, segment, common, wanted_own, total_ct),
             (streams, streams_ct, common_ct),
             (list(leaves), replay, new_ct, further_ct),
             segment.length,

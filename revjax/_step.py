@@ -24,12 +24,11 @@ from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array, lax
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
 from revjax import _law_checks
-from revjax._couplings import Coupling, Inverse
+from revjax._couplings import Coupling, Inverse, wide
 
 Leaves = Sequence[Any]
 Streams = tuple[Array, ...]
@@ -46,20 +45,13 @@ def is_inexact(leaf: Any) -> bool:
     return jnp.issubdtype(leaf.dtype, jnp.inexact)
 
 
-def accumulator_dtype(dtype: Any) -> Any:
-    """The dtype in which cotangents of shared values are summed: at least float32."""
-    return np.promote_types(dtype, np.float32)
-
-
 def widened(common: Leaves, moving: Iterable[int]) -> list:
     """Returns common arrays in the dtype in which autodiff is to sum their cotangents.
 
     Those that blocks change stay as they are.
     """
     return [
-        leaf.astype(accumulator_dtype(leaf.dtype))
-        if is_inexact(leaf) and i not in moving
-        else leaf
+        leaf.astype(wide(leaf.dtype)) if is_inexact(leaf) and i not in moving else leaf
         for i, leaf in enumerate(common)
     ]
 

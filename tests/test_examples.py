@@ -16,9 +16,19 @@ def test_the_benchmark_prints_ratios_and_draws_memory(capsys, tmp_path):
     sizes = ["--depth", "4", "--width", "8", "--batch", "4", "--rounds", "2"]
     benchmark.main([*sizes, "--plot", str(plot)])
     printed = capsys.readouterr().out
-    for part in ("step / checkpoint", "step / stored", "eager gradient of 4 blocks"):
+    for part in (
+        "step / checkpoint",
+        "/ reversible",
+        "/ stored",
+        "eager gradient of 4 blocks",
+    ):
         assert part in printed
-    for way in ("reversible", "anchors every 2, invert", "scan, all stored"):
+    for way in (
+        "reversible",
+        "exact streams",
+        "anchors every 2, invert",
+        "scan, all stored",
+    ):
         assert way in printed
     assert plot.read_bytes().startswith(b"\x89PNG")
 

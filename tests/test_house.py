@@ -47,8 +47,8 @@ RANKS = {
 SPECIAL = ("__name__", "__setattr__", "__class__", "__qualname__")
 # The only files that know Flax.
 FLAX = {
-    "_between", "_blocks", "_calls", "_drift", "_invertible", "_modules", "_nnx", "_segments",
-    "_trials", "diagnostics",
+    "_between", "_blocks", "_calls", "_drift", "_invertible", "_modules", "_nnx",
+    "_segments", "_trials", "diagnostics",
 }  # fmt: skip
 
 
