@@ -12,6 +12,7 @@ from stacks import assert_close, normal, planned
 
 from revjax import (
     Additive,
+    Drift,
     ExactAdditive,
     PerBlock,
     ReversibleCouplingBlock,
@@ -380,6 +381,23 @@ def test_the_error_of_reconstruction_is_zero_and_that_of_floats_is_not():
     for segment in model.segments:
         segment.block.coupling = Additive()
     assert reconstruction_error(model, f32(0, 6, 8)).absolute.all()
+
+
+@pytest.mark.usefixtures("full_optimization")
+def test_the_meter_of_the_backward_pass_reads_zero():
+    options = {"anchor_every": 3, "between_anchors": "invert", "measure_drift": True}
+    model, x = exact_stack(8, **options), f32(0, 6, 8)
+    both = nnx.DiffState(0, (nnx.Param, Drift))
+
+    def drift():
+        gradients = nnx.grad(lambda m: jnp.sum(m(x) ** 2), argnums=both)(model)
+        (meter,) = jax.tree.leaves(nnx.state(gradients, Drift))
+        return np.asarray(meter)
+
+    np.testing.assert_array_equal(drift(), [0, 0, 0])
+    for segment in model.segments:
+        segment.block.coupling = Additive()
+    assert drift()[:2].all()
 
 
 def test_inverse_gives_the_rounded_input_back_bit_for_bit():
