@@ -150,8 +150,8 @@ def split_axis(x: Any, axis: int, dim: int | None, name: str) -> None:
     size = x.shape[axis]
     if dim is not None and size != dim:
         msg = (
-            f"`{name}` must have size `dim` = {dim} on axis {axis}. Got size {size} for "
-            f"{describe(x)}; build the block with `dim={size}`, or another `axis`."
+            f"`{name}` must have size `dim` = {dim} on axis {axis}. Got size {size} "
+            f"for {describe(x)}; build the block with `dim={size}`, or another `axis`."
         )
         raise ValueError(msg)
 

@@ -128,7 +128,7 @@ class Leapfrog(Coupling):
 
     and swaps them. It undoes itself: $x_{n-1}$ follows from $x_{n+1}$ by the same rule.
     A rounding error of one position is one of the velocity, so drift grows faster with
-    depth than that of `Additive`.
+    depth than that of `Additive`. It is not offered in fixed point.
 
     Args:
       step_size: $\Delta t$.
