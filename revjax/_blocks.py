@@ -100,8 +100,8 @@ class ReversibleCouplingBlock(ReversibleBlock):
     def __init__(
         self,
         dim: int,
-        F: Callable[..., Array] | None = None,
-        G: Callable[..., Array] | None = None,
+        F: Callable[..., Any] | None = None,
+        G: Callable[..., Any] | None = None,
         *,
         coupling: Coupling | tuple[Coupling, Coupling] = Additive(),
         axis: int = -1,
@@ -132,11 +132,11 @@ class ReversibleCouplingBlock(ReversibleBlock):
             "G" if type(self).g is base.g else "g",
         )
 
-    def f(self, x: Array, *context: Any, **kwargs: Any) -> Array:
+    def f(self, x: Array, *context: Any, **kwargs: Any) -> Any:
         """Returns what changes the first stream, given the second; may be rewritten."""
         return self.F(x, *context, **kwargs)
 
-    def g(self, x: Array, *context: Any, **kwargs: Any) -> Array:
+    def g(self, x: Array, *context: Any, **kwargs: Any) -> Any:
         """Returns what changes the second stream, given the first; may be rewritten."""
         return self.G(x, *context, **kwargs)
 

@@ -46,7 +46,7 @@ class ReversibleSequential(Invertible):
         """Returns the number of blocks."""
         return len(self.blocks)
 
-    def __getitem__(self, i: int) -> ReversibleBlock:
+    def __getitem__(self, i: int) -> Any:
         """Returns block `i` itself."""
         return self.blocks[_checks.index(i, len(self))]
 
@@ -222,7 +222,7 @@ class ReversibleSequence(Invertible):
         """Returns the number of blocks."""
         return sum(len(segment) for segment in self.segments)
 
-    def __getitem__(self, i: int) -> ReversibleBlock:
+    def __getitem__(self, i: int) -> Any:
         """Returns a copy of block `i`: changing it does not change the stack."""
         places = [
             (segment, k) for segment in self.segments for k in range(len(segment))
