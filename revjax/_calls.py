@@ -19,17 +19,15 @@ from flax import nnx
 from jax import Array
 
 from revjax import _checks, _law_checks
-from revjax._couplings import Coupling
+from revjax._apply import Form, Task, apply, log_det_of, no_log_det
 from revjax._inputs import PerBlock, give, on_per_block, take, take_again
-from revjax._modes import Mode, run
+from revjax._modes import Mode
 from revjax._modules import Frame, Parts
-from revjax._plan import BranchSpec, SegmentSpec, inverted, make_plan, pack, unpack
-from revjax._reconstruct import reconstruction
 from revjax._segments import Segment
-from revjax._step import Branch, Move, override, wide
+from revjax._step import Branch, override
 
 # Nodes of a context that are taken apart as modules, not as plain pytrees.
-_CLOSED = (nnx.Pytree, nnx.Variable)
+CLOSED = (nnx.Pytree, nnx.Variable)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,37 +36,14 @@ class _SegmentFrame:
 
     Attributes:
       block: The static half of its block.
-      length: The number of blocks, as in `SegmentSpec`.
       places: For each array of the block, its place among the common arrays, or `None`
         if it is the blocks' own.
-      axis, dim, streams, couplings, moves: The block's; see its `_form`.
-      names: What messages call the branches.
+      form: What its steps are made of.
     """
 
     block: Frame
-    length: int | None
     places: tuple[int | None, ...]
-    axis: int
-    dim: int | None
-    streams: int
-    couplings: tuple[Coupling, ...]
-    moves: tuple[Any, ...]
-    names: tuple[str, ...]
-
-    def spec(self, ndim: int, steps: tuple[BranchSpec, ...] = ()) -> SegmentSpec:
-        """Returns the segment for the core."""
-        moves = (
-            Move(
-                *(
-                    functools.partial(f, axis=self.axis % ndim)
-                    for f in (m.apply, m.undo)
-                )
-            )
-            for m in self.moves
-        )
-        return SegmentSpec(
-            (*steps, *moves), self.length, self.axis % ndim, self.streams
-        )
+    form: Form
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,26 +54,19 @@ class _CallFrame:
       segments: Those of its segments.
       context: That of what all blocks receive.
       per_block: The structure of what each block receives its own entry of.
-      mode: How the stack is differentiated.
-      inverse: Whether it is undone.
-      log_det: Whether the logarithm of the determinant is wanted too.
-      errors_from: If not `None`, what is wanted is errors of reconstruction, where the
-        streams are kept at every such block.
+      task: What is wanted.
     """
 
     segments: tuple[_SegmentFrame, ...]
     context: Frame
     per_block: Any
-    mode: Mode
-    inverse: bool = False
-    log_det: bool = False
-    errors_from: int | None = None
+    task: Task
 
 
 def _branch(segment: _SegmentFrame, frame: _CallFrame, step: int) -> Branch:
     """Makes a branch of the core out of a step of a block."""
     n_context = frame.context.structure.num_leaves
-    coupling, name = segment.couplings[step], segment.names[step]
+    coupling, name = segment.form.couplings[step], segment.form.names[step]
 
     def branch(own: list, common: list, others: tuple) -> tuple:
         before = len(common) - n_context
@@ -108,12 +76,12 @@ def _branch(segment: _SegmentFrame, frame: _CallFrame, step: int) -> Branch:
         block = segment.block.fill(leaves)
         context = frame.context.fill(common[before:])
         per_block = jax.tree.unflatten(frame.per_block, entries)
-        args, kwargs = give(context, per_block, _CLOSED)
+        args, kwargs = give(context, per_block, CLOSED)
         h = block._evaluate(step, others, args, kwargs)
-        h = _law_checks.parts(h, coupling.arity, segment.axis, others[0], name)
+        h = _law_checks.parts(h, coupling.arity, segment.form.axis, others[0], name)
         block = Parts.of(block)
         _checks.same_graph(segment.block, block.frame, name)
-        given = Parts.of(take_again(context, (args, kwargs), _CLOSED))
+        given = Parts.of(take_again(context, (args, kwargs), CLOSED))
         _checks.same_context(frame.context, given.frame, name)
         placed = list(zip(segment.places, block.leaves, strict=True))
         new_common = override(
@@ -121,75 +89,20 @@ def _branch(segment: _SegmentFrame, frame: _CallFrame, step: int) -> Branch:
             {p: leaf for p, leaf in placed if p is not None},
         )
         new_own = [leaf for p, leaf in placed if p is None]
-        aux = _per_example(coupling.log_det(h), others[0]) if frame.log_det else ()
+        aux = log_det_of(coupling, h, others[0]) if frame.task.log_det else ()
         return h, [*new_own, *entries], new_common, aux
 
     return branch
 
 
-def no_log_det(x: Any) -> Array:
-    """Returns a zero for each example, in at least float32; one for one axis alone."""
-    dtype = wide(jnp.finfo(x.dtype).dtype)
-    return jnp.zeros(x.shape[: min(1, x.ndim - 1)], dtype)
-
-
-def _per_example(log_det: Array, x: Array) -> Array:
-    """Sums the logarithms of a step over all axes but that of the batch."""
-    zero = no_log_det(x)
-    axes = tuple(range(zero.ndim, log_det.ndim))
-    return jnp.sum(jnp.real(log_det).astype(zero.dtype), axes)
-
-
-def _moved(x: Any, segment: _SegmentFrame, *, undo: bool) -> Any:
-    """Returns the shape of the output of a segment, or of its input."""
-    spec = segment.spec(x.ndim)
-    for move in segment.moves[::-1] if undo else segment.moves:
-        function = functools.partial(move.undo if undo else move.apply, axis=spec.axis)
-        x = jax.eval_shape(lambda x, f=function: pack(f(unpack(x, spec)), spec), x)
-    return x
-
-
 def _traced(own: Any, common: Any, x: Array, drift: Any, *, frame: _CallFrame) -> tuple:
     """A call on arrays alone."""
-    laws = [law for segment in frame.segments for law in segment.couplings]
-    encoded = laws[0].encode(x) if laws else x
-    shape = jax.eval_shape(lambda: encoded)
-    if frame.inverse:
-        for segment in reversed(frame.segments):
-            _checks.split_axis(shape, segment.axis, segment.dim, "y")
-            shape = _moved(shape, segment, undo=True)
-    x_shape = shape
-    specs = []
-    for segment in frame.segments:
-        _checks.split_axis(shape, segment.axis, segment.dim, "x")
-        for law, name in zip(segment.couplings, segment.names, strict=True):
-            first, own_format = (c.representation(x.dtype) for c in (laws[0], law))
-            _law_checks.same_streams(first, own_format, name)
-        steps = tuple(
-            BranchSpec(i, _branch(segment, frame, i), law, name)
-            for i, (law, name) in enumerate(
-                zip(segment.couplings, segment.names, strict=True)
-            )
-        )
-        specs.append(segment.spec(x.ndim, steps))
-        shape = _moved(shape, segment, undo=False)
-    decoded = laws[0].decode if laws else lambda x: x
-    total = None
-    if frame.log_det:
-        total = jax.eval_shape(lambda x: no_log_det(decoded(x)), encoded)
-    plan, hoisted = make_plan(specs, own, common, x_shape, total)
-    common = [*common, *hoisted]
-    if frame.errors_from is not None:
-        errors = reconstruction(plan, own, common, encoded, frame.errors_from)
-        return errors, [{} for _ in own], {}
-    if frame.inverse:
-        plan, own = inverted(plan), own[::-1]
-    y, changed, moving, _, total = run(plan, frame.mode, own, common, encoded, drift)
-    y = decoded(y)
-    if frame.log_det:
-        (log_det,) = total
-        y = y, -log_det if frame.inverse else log_det
-    return y, changed, moving
+    forms = [segment.form for segment in frame.segments]
+    branches = [
+        [_branch(segment, frame, i) for i in range(len(segment.form.couplings))]
+        for segment in frame.segments
+    ]
+    return apply(forms, branches, frame.task, own, common, x, drift)[:3]
 
 
 # Compiled once for equal frames, shapes and dtypes.
@@ -201,23 +114,13 @@ def _scalars_to_arrays(context: Any) -> Any:
     return jax.tree.map(
         lambda leaf: jnp.asarray(leaf) if isinstance(leaf, np.generic) else leaf,
         context,
-        is_leaf=lambda node: isinstance(node, (PerBlock, *_CLOSED)),
+        is_leaf=lambda node: isinstance(node, (PerBlock, *CLOSED)),
     )
-
-
-def for_block(i: int, blocks: int, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-    """Returns the context of one of several blocks that are called apart."""
-
-    def entry(node: PerBlock) -> PerBlock:
-        _checks.per_block(node.value, blocks)
-        return node[i : i + 1]
-
-    return on_per_block(entry, (args, kwargs), _CLOSED)
 
 
 def unwrap(args: tuple, kwargs: dict) -> tuple[tuple, dict]:
     """Returns a block's context as its branches receive it."""
-    return on_per_block(lambda node: node[0].value, (args, kwargs), _CLOSED)
+    return on_per_block(lambda node: node[0].value, (args, kwargs), CLOSED)
 
 
 def _closes_over(block: Any) -> bool:
@@ -253,7 +156,7 @@ def call(
       args: The context.
       kwargs: The context by keyword.
       drift: As for `run`.
-      **options: Those of `_CallFrame`.
+      **options: Those of `Task`.
 
     Returns:
       The output; or a pair of it and the logarithm of the determinant, or a pair of
@@ -266,7 +169,7 @@ def call(
     if not segments:
         return (x, no_log_det(x)) if log_det else x
     total = sum(len(segment) for segment in segments)
-    passed, values = take(_scalars_to_arrays((args, kwargs)), total, _CLOSED)
+    passed, values = take(_scalars_to_arrays((args, kwargs)), total, CLOSED)
     context = Parts.of(passed)
     entries, per_block = jax.tree.flatten(values)
     blocks = [Parts.of(segment.block) for segment in segments]
@@ -295,16 +198,18 @@ def call(
         block = segment.block
         frames.append(
             _SegmentFrame(
-                block=parts.frame,
-                length=segment.depth,
-                places=tuple(places),
-                **block._form(),
-                names=_names(block, first, stop if total > 1 else None),
+                parts.frame,
+                tuple(places),
+                Form(
+                    length=segment.depth,
+                    **block._form(),
+                    names=_names(block, first, stop if total > 1 else None),
+                ),
             )
         )
         first = stop
     shared = len(common)
-    frame = _CallFrame(tuple(frames), context.frame, per_block, mode, **options)
+    frame = _CallFrame(tuple(frames), context.frame, per_block, Task(mode, **options))
     _checks.hashable(frame.context)
     _checks.hashable(frame.segments, "blocks")
     open_ = any(_closes_over(segment.block) for segment in segments)

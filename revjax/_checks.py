@@ -5,6 +5,7 @@ and what to do.
 """
 
 import contextlib
+import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -85,16 +86,14 @@ def mode(anchor_every: Any, between_anchors: Any, store_activations: Any) -> Non
     boolean(store_activations, "store_activations")
 
 
-def measurable(
-    measure_drift: Any, anchor_every: int, between_anchors: str, stored: bool
-) -> None:
+def measurable(mode: Any, name: str) -> None:
     """Checks that there are anchors to measure drift against."""
-    boolean(measure_drift, "measure_drift")
-    if measure_drift and (stored or not anchor_every or between_anchors != "invert"):
+    every, between, stored = dataclasses.astuple(mode)
+    if stored or not every or between != "invert":
         msg = (
-            "`measure_drift` needs anchors between which blocks are undone: "
+            f"`{name}` needs anchors between which blocks are undone: "
             '`anchor_every` > 0, `between_anchors="invert"`, no stored activations. '
-            f"Got {anchor_every}, {between_anchors!r}, {stored}."
+            f"Got {every}, {between!r}, {stored}."
         )
         raise ValueError(msg)
 
@@ -179,7 +178,8 @@ def batched(x: Any, axes: Iterable[int]) -> None:
 
 def permutation(indices: Any) -> tuple[int, ...]:
     """Checks a permutation."""
-    found = np.asarray(indices if hasattr(indices, "shape") else list(indices))
+    array = hasattr(indices, "shape") or not isinstance(indices, Iterable)
+    found = np.asarray(indices if array else list(indices))
     if found.ndim != 1 or not (
         np.issubdtype(found.dtype, np.integer) or not found.size
     ):
@@ -191,18 +191,15 @@ def permutation(indices: Any) -> tuple[int, ...]:
     return tuple(found.tolist())
 
 
-def squeezable(x: Any, pixels: int, channels: int) -> None:
+def squeezable(x: Any, factor: int, *, undo: bool) -> None:
     """Checks an image whose pixels become channels, or the other way round."""
-    if (
-        x.ndim != 4
-        or x.shape[1] % pixels
-        or x.shape[2] % pixels
-        or x.shape[3] % channels
-    ):
+    sizes = x.shape[3:] if undo else x.shape[1:3]
+    if x.ndim != 4 or any(size % (factor**2 if undo else factor) for size in sizes):
+        what = "channels" if undo else "height and width"
         msg = (
-            "`x` must be [batch, height, width, channels], with height and width a "
-            f"multiple of {pixels} and channels of {channels}, to be squeezed. Got "
-            f"{describe(x)}."
+            f"`{'y' if undo else 'x'}` must be [batch, height, width, channels], with "
+            f"{what} a multiple of {factor**2 if undo else factor}, for a factor of "
+            f"{factor}. Got {describe(x)}."
         )
         raise ValueError(msg)
 
@@ -273,6 +270,17 @@ def maker(value: Any, kind: type) -> None:
             f"{describe(value)}."
         )
         raise TypeError(msg)
+
+
+def stackable(block: Any) -> Any:
+    """Checks that a block can be one of many alike."""
+    if not block.stackable:
+        msg = (
+            "`make_block` must return a block with branches, to be stacked. Got a "
+            f"{type(block).__name__}; put it in a list of blocks."
+        )
+        raise TypeError(msg)
+    return block
 
 
 def rngs(value: Any, kind: type) -> None:

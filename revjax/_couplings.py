@@ -199,7 +199,7 @@ class Affine(Coupling):
       squash: $\sigma$, as above.
 
     Raises:
-      TypeError: If `bound` is no number.
+      TypeError: If `bound` is no number; at a call, if $s$ is complex.
       ValueError: If `bound` is not positive or `squash` none of the three.
 
     Example:
@@ -229,6 +229,7 @@ class Affine(Coupling):
 
     def log_det(self, h: Any) -> Array:
         """Returns the bounded log-scale, in at least float32."""
+        _law_checks.real_scale(h[0])
         # What rounds differently in exp(s) and exp(-s) is not undone.
         s = h[0].astype(wide(h[0].dtype))
         if self.squash == "atan":

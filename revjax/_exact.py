@@ -5,10 +5,11 @@ import functools
 from collections.abc import Hashable
 from typing import Any, ClassVar
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
 from jax.typing import DTypeLike
 
 from revjax import _checks, _law_checks
@@ -51,9 +52,33 @@ class _Format:
         return jnp.where(bits < 0, -size, size)
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
-def _add(fraction_bits: int, sign: int, words: Array, h: Array) -> Array:
-    """Returns the words of `x + sign * round(h)`."""
+# `_through(value, *terms)` returns `value`, with the derivative of the terms' sum.
+# It is a primitive because JAX drops a `custom_jvp` inside a scan after the first
+# derivative, so that second ones would silently be zero, and because
+# `term - stop_gradient(term)` is not always zero in a compiled program: one of the two
+# may be part of a fused multiply-add.
+_through_p = Primitive("straight_through")
+_through_p.def_impl(lambda value, *terms: value)
+_through_p.def_abstract_eval(lambda value, *terms: value)
+mlir.register_lowering(_through_p, lambda ctx, value, *terms: [value])
+batching.defbroadcasting(_through_p)
+
+
+def _through(value: Array, *terms: Array) -> Array:
+    return _through_p.bind(value, *terms)
+
+
+def _through_jvp(primals: tuple, tangents: tuple) -> tuple[Array, Any]:
+    y = _through(*primals)
+    dots = (d.astype(y.dtype) for d in tangents[1:] if type(d) is not ad.Zero)
+    return y, functools.reduce(jnp.add, dots)
+
+
+ad.primitive_jvps[_through_p] = _through_jvp
+
+
+def _add(words: Array, fraction_bits: int, sign: int, h: Array) -> Array:
+    """Returns the words of `x + sign * round(h)`, without a derivative."""
     form = _Format.of(words.dtype)
     steps = jnp.round(sign * 2.0**fraction_bits * h.astype(form.dtype))
     # The float next to the limit is one above it. NaN compares false.
@@ -62,46 +87,6 @@ def _add(fraction_bits: int, sign: int, words: Array, h: Array) -> Array:
     q, room = form.unpack(words), form.limit - jnp.abs(steps)
     fits &= jnp.where(steps < 0, q >= -room, q <= room) & ~jnp.isnan(words)
     return form.pack(q + steps, fits)
-
-
-@_add.defjvp
-def _add_jvp(
-    fraction_bits: int, sign: int, primals: tuple, tangents: tuple
-) -> tuple[Array, Array]:
-    """Straight through: as if nothing was rounded."""
-    x_dot, h_dot = tangents[0], tangents[1].astype(tangents[0].dtype)
-    y_dot = x_dot + h_dot if sign > 0 else x_dot - h_dot
-    return _add(fraction_bits, sign, *primals), y_dot
-
-
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
-def _encode(fraction_bits: int, dtype: Any, x: Array) -> Array:
-    """Returns the words of numbers."""
-    form = _Format.of(dtype)
-    zero = form.pack(jnp.zeros(x.shape, form.integer), True)
-    return _add(fraction_bits, 1, zero, x)
-
-
-@_encode.defjvp
-def _encode_jvp(
-    fraction_bits: int, dtype: Any, primals: tuple, tangents: tuple
-) -> tuple[Array, Array]:
-    return _encode(fraction_bits, dtype, *primals), tangents[0].astype(dtype)
-
-
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _decode(fraction_bits: int, words: Array) -> Array:
-    """Returns the numbers that words stand for."""
-    form = _Format.of(words.dtype)
-    x = form.unpack(words).astype(form.dtype) * form.dtype.type(2.0**-fraction_bits)
-    return jnp.where(jnp.isnan(words), words, x)
-
-
-@_decode.defjvp
-def _decode_jvp(
-    fraction_bits: int, primals: tuple, tangents: tuple
-) -> tuple[Array, Array]:
-    return _decode(fraction_bits, *primals), *tangents
 
 
 @dataclasses.dataclass(frozen=True)
@@ -194,19 +179,24 @@ class ExactAdditive(Coupling):
         """Returns the words of `x`, rounded to the grid."""
         words = self._words(x.dtype)
         _law_checks.fixed_point(x, words, self.fraction_bits)
-        return _encode(self.fraction_bits, words, x)
+        zero = _Format.of(words).pack(jnp.zeros(x.shape, f"i{words.itemsize}"), True)
+        return _through(_add(zero, self.fraction_bits, 1, x), x)
 
     def decode(self, x: Array) -> Array:
         """Returns the numbers that words stand for."""
-        return _decode(self.fraction_bits, x)
+        form = _Format.of(x.dtype)
+        numbers = form.unpack(x).astype(form.dtype) * 2.0**-self.fraction_bits
+        return _through(jnp.where(jnp.isnan(x), lax.stop_gradient(x), numbers), x)
 
     def combine(self, x: Array, h: Any) -> Array:
         """Returns the words of `x + round(h)`."""
-        return _add(self.fraction_bits, 1, x, jnp.asarray(h))
+        h = jnp.asarray(h)
+        return _through(_add(x, self.fraction_bits, 1, h), x, h)
 
     def recover(self, y: Array, h: Any) -> Array:
         """Returns the words of `y - round(h)`."""
-        return _add(self.fraction_bits, -1, y, jnp.asarray(h))
+        h = jnp.asarray(h)
+        return _through(_add(y, self.fraction_bits, -1, h), y, -h)
 
     def log_det(self, h: Any) -> Array:
         """Returns zeros: that of the law without rounding."""

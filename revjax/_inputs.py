@@ -1,6 +1,6 @@
 """Inputs of the branches that differ from block to block."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -113,3 +113,36 @@ def give(context: Any, values: list, closed: tuple[type, ...] = ()) -> Any:
         context,
         is_leaf=lambda node: isinstance(node, closed),
     )
+
+
+def for_block(
+    i: int, blocks: int, context: Any, closed: tuple[type, ...] = ()
+) -> tuple[tuple, dict]:
+    """Returns the context, `(args, kwargs)`, of one of several blocks called apart."""
+
+    def entry(node: PerBlock) -> PerBlock:
+        _checks.per_block(node.value, blocks)
+        return node[i : i + 1]
+
+    return on_per_block(entry, context, closed)
+
+
+def partition(tree: Any) -> tuple[list, tuple]:
+    """Takes the arrays out of a tree; the rest is hashable and static."""
+    leaves, treedef = jax.tree.flatten(tree)
+    arrays = [leaf for leaf in leaves if _checks.is_array(leaf)]
+    rest = tuple(None if _checks.is_array(leaf) else (leaf,) for leaf in leaves)
+    _checks.hashable(rest)
+    return arrays, (rest, treedef)
+
+
+def merge(rest: tuple) -> Callable[[Sequence[Any]], Any]:
+    """Returns what undoes `partition`."""
+    static, treedef = rest
+
+    def merge(arrays: Sequence[Any]) -> Any:
+        array = iter(arrays)
+        leaves = [next(array) if s is None else s[0] for s in static]
+        return jax.tree.unflatten(treedef, leaves)
+
+    return merge

@@ -59,7 +59,8 @@ class Invertible(nnx.Module):
 
         Returns:
           The output, and the logarithm for each example, `[batch]`, in at least
-          float32.
+          float32. For complex arrays it is that of the modulus of the complex
+          determinant.
 
         Raises:
           TypeError: If a coupling has no `log_det`.

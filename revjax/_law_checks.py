@@ -71,6 +71,26 @@ def couplings(value: Any, steps: int) -> tuple:
     return value
 
 
+def log_det(value: Any, x: Any, law: Any) -> None:
+    """Checks what a coupling's `log_det` returned."""
+    if getattr(value, "shape", None) != x.shape:
+        msg = (
+            f"`log_det` of the coupling {describe(law)} must return an array of the "
+            f"stream's shape, {describe(x)}. Got {describe(value)}."
+        )
+        raise ValueError(msg)
+
+
+def real_scale(s: Any) -> None:
+    """Checks that a log-scale can be bounded."""
+    if jnp.iscomplexobj(s):
+        msg = (
+            "`s` of an Affine coupling must be real, to be bounded. Got "
+            f"{describe(s)}; return its real part."
+        )
+        raise TypeError(msg)
+
+
 def two_streams(others: tuple, law: Any) -> None:
     """Checks that there is one other stream."""
     if len(others) != 1:

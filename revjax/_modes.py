@@ -17,7 +17,7 @@ from jax import Array, lax
 
 from revjax import _checks
 from revjax._plan import Plan
-from revjax._stack import loop, reversible, stored
+from revjax._stack import echo_of, loop, reversible, stored
 from revjax._step import Leaves, override, widened
 
 BetweenAnchors = Literal["recompute", "invert"]
@@ -91,27 +91,13 @@ def _chunk(
     return (x, moving, total, echo), (changed, outputs)
 
 
-# An echo comes back through the backward pass: as the cotangent of what went forward.
-
-
 @jax.custom_vjp
 def _first_echo(x: Any, drift: Array) -> Any:
-    """Returns zeros like `x` that are differentiated if `drift` is."""
-    return jax.tree.map(jnp.zeros_like, x)
+    """Returns an echo that is differentiated if `drift` is."""
+    return echo_of(x)
 
 
-_first_echo.defvjp(
-    lambda x, drift: (_first_echo(x, drift), None), lambda _, ct: (None, None)
-)
-
-
-@jax.custom_vjp
-def _last_echo(y: Any, echo: Any) -> Any:
-    """Returns `y`; the cotangent of `echo` is `y` itself."""
-    return y
-
-
-_last_echo.defvjp(lambda y, echo: (y, y), lambda y, ct: (ct, y))
+_first_echo.defvjp(lambda x, drift: (echo_of(x), None), lambda _, ct: (None, None))
 
 
 def _run_chunks(
@@ -128,8 +114,10 @@ def _run_chunks(
     A segment that whole chunks fit in is a scan over chunks, of scans over blocks.
     """
     runs = _chunks(plan, every)
-    echo = None if drift is None else _first_echo(lax.stop_gradient(x), drift)
-    first = 0
+    first, echo = 0, None
+    if drift is not None:
+        echo = _first_echo(lax.stop_gradient(x), drift)
+        drift += echo[1].astype(drift.dtype)  # on the batch axes and devices of `x`
     # The own arrays of each segment in pieces, one for each run that it takes part in.
     order = -1 if plan.backwards else 1
     pieces: list[Iterator] = []
@@ -182,8 +170,6 @@ def _run_chunks(
         else jax.tree.map(lambda *a: jnp.concatenate(a), *parts[::order])
         for parts in results
     ]
-    if drift is not None:
-        x = _last_echo(x, echo)
     changed, outputs = ([pair[i] for pair in joined] for i in range(2))
     return x, changed, moving, outputs, total
 

@@ -52,7 +52,7 @@ class Fold:
     def apply(self, streams: Streams, axis: int) -> Streams:
         """Returns fewer pixels of more channels."""
         (x,) = streams
-        _checks.squeezable(x, self.factor, 1)
+        _checks.squeezable(x, self.factor, undo=False)
         k, (n, h, w, c) = self.factor, x.shape
         x = x.reshape(n, h // k, k, w // k, k, c)
         return (x.transpose(0, 1, 3, 5, 2, 4).reshape(n, h // k, w // k, c * k * k),)
@@ -60,7 +60,7 @@ class Fold:
     def undo(self, streams: Streams, axis: int) -> Streams:
         """Returns more pixels of fewer channels."""
         (x,) = streams
-        _checks.squeezable(x, 1, self.factor**2)
+        _checks.squeezable(x, self.factor, undo=True)
         k, (n, h, w, c) = self.factor, x.shape
         x = x.reshape(n, h, w, c // (k * k), k, k)
         return (x.transpose(0, 1, 4, 2, 5, 3).reshape(n, h * k, w * k, c // (k * k)),)

@@ -7,8 +7,10 @@ import jax.numpy as jnp
 from flax import nnx
 
 from revjax import _checks
+from revjax._apply import no_log_det
 from revjax._blocks import ReversibleBlock
-from revjax._calls import call, for_block, no_log_det
+from revjax._calls import CLOSED, call
+from revjax._inputs import for_block
 from revjax._invertible import Invertible
 from revjax._modes import BetweenAnchors, Mode, anchors
 from revjax._segments import born_stacked, stack_alike
@@ -56,7 +58,7 @@ class ReversibleSequential(Invertible):
         blocks = list(enumerate(self.blocks))
         log_dets = []
         for i, block in reversed(blocks) if inverse else blocks:
-            context = for_block(i, len(self), args, kwargs)
+            context = for_block(i, len(self), (args, kwargs), CLOSED)
             y = block._run(y, *context, **options)
             if log_det:
                 y, term = y
@@ -116,6 +118,7 @@ class ReversibleSequence(Invertible):
         in the backward pass, what was recovered with each anchor. The stack then has a
         variable `drift` of type `revjax.Drift`, `[anchors]`, and the relative distances
         arrive as its gradient. The last anchor is the output, whose drift is zero.
+        Under `jax.vmap` the drifts of the batch are added up.
 
     Raises:
       TypeError: If one of `blocks` is not a reversible block, or an option is of the
@@ -151,9 +154,7 @@ class ReversibleSequence(Invertible):
     ) -> None:
         """Builds the stack from a list; see the class."""
         Mode(anchor_every, between_anchors, store_activations)
-        _checks.measurable(
-            measure_drift, anchor_every, between_anchors, store_activations
-        )
+        _checks.boolean(measure_drift, "measure_drift")
         blocks = _checks.blocks(blocks, ReversibleBlock)
         self.segments = nnx.List(stack_alike(blocks))
         self.anchor_every = anchor_every
@@ -164,6 +165,7 @@ class ReversibleSequence(Invertible):
 
     def _meter(self) -> None:
         if self.measure_drift:
+            _checks.measurable(self._mode(), "measure_drift")
             self.drift = Drift(jnp.zeros(anchors(len(self), self.anchor_every)))
 
     @classmethod
@@ -212,7 +214,8 @@ class ReversibleSequence(Invertible):
 
             def make(rngs: nnx.Rngs) -> ReversibleBlock:
                 made = [make_block(rngs)]
-                return _checks.blocks(made, ReversibleBlock, "make_block")[0]
+                (block,) = _checks.blocks(made, ReversibleBlock, "make_block")
+                return _checks.stackable(block)
 
             sequence.segments.append(born_stacked(make, depth, rngs))
             sequence._meter()
@@ -233,6 +236,7 @@ class ReversibleSequence(Invertible):
     def _run(self, x: Any, args: tuple, kwargs: dict, **options: bool) -> Any:
         drift = None
         if self.measure_drift and not options.get("inverse"):
+            _checks.measurable(self._mode(), "measure_drift")
             drift = self.drift[...]
         return call(
             self.segments, self._mode(), x, args, kwargs, drift=drift, **options

@@ -1,7 +1,7 @@
 """Stacks of alike blocks as a pure function of arrays, for any library of layers."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -9,7 +9,7 @@ from jax import Array
 
 from revjax import _checks, _law_checks
 from revjax._couplings import Additive, Coupling
-from revjax._inputs import give, take
+from revjax._inputs import give, merge, partition, take
 from revjax._modes import BetweenAnchors, Mode, anchors, run
 from revjax._plan import BranchSpec, SegmentSpec, make_plan
 from revjax._step import Branch, Step
@@ -23,12 +23,12 @@ def _scan(
 ):
     """`reversible_scan` after its checks, compiled once for equal static arguments."""
     own, treedef = jax.tree.flatten(inputs)
-    common, merge = arrays, _merge(rest)
+    common, fill = arrays, merge(rest)
 
     def branch(function: Callable, index: int) -> Branch:
         def evaluate(own, common, others):
             params, entries = jax.tree.unflatten(treedef, own)
-            h = function(params[index], *others, *give(merge(common), entries))
+            h = function(params[index], *others, *give(fill(common), entries))
             h, aux = _checks.with_aux(h, f"`{'fg'[index]}`") if has_aux else (h, ())
             return h, own, common, aux
 
@@ -48,27 +48,6 @@ def _scan(
     )
     y = tuple(map(coupling.decode, y))
     return (y, aux) if has_aux else y
-
-
-def _partition(tree: Any) -> tuple[list, tuple]:
-    """Takes the arrays out of a tree; the rest is hashable and static."""
-    leaves, treedef = jax.tree.flatten(tree)
-    arrays = [leaf for leaf in leaves if _checks.is_array(leaf)]
-    rest = tuple(None if _checks.is_array(leaf) else (leaf,) for leaf in leaves)
-    _checks.hashable(rest)
-    return arrays, (rest, treedef)
-
-
-def _merge(rest: tuple) -> Callable[[Sequence[Array]], Any]:
-    """Returns what undoes `_partition`."""
-    static, treedef = rest
-
-    def merge(arrays: Sequence[Array]) -> Any:
-        array = iter(arrays)
-        leaves = [next(array) if s is None else s[0] for s in static]
-        return jax.tree.unflatten(treedef, leaves)
-
-    return merge
 
 
 def reversible_scan(
@@ -120,7 +99,8 @@ def reversible_scan(
       drift: With anchors between which blocks are undone, a floating-point array
         `[anchors]`, one entry for each `anchor_every` blocks begun. Its values do not
         matter; its gradient is the relative distance of the streams at each anchor
-        from what the backward pass made of them. The last anchor is the output.
+        from what the backward pass made of them. The last anchor is the output. Under
+        `jax.vmap` the drifts of the batch are added up.
       has_aux: Whether each branch returns a pair `(h, aux)`: besides the update a
         pytree of arrays, such as a loss that balances the load of experts.
 
@@ -160,11 +140,11 @@ def reversible_scan(
     _checks.pair(streams, "streams", "(x1, x2)")
     depth = _checks.leading_axis(params)
     if drift is not None:
-        _checks.measurable(True, anchor_every, between_anchors, store_activations)
+        _checks.measurable(mode, "drift")
         _checks.meter(drift, anchors(depth, anchor_every))
     x1, x2 = (coupling.encode(_checks.stream(x, "streams")) for x in streams)
     shared, entries = take(context, depth)
-    arrays, rest = _partition(shared)
+    arrays, rest = partition(shared)
     with _checks.reverse_mode():
         return _scan(
             f, g, (tuple(params), entries), (x1, x2), arrays, drift,

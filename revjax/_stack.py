@@ -139,15 +139,22 @@ def reversible(
       own: As for `stored`.
       common: As for `stored`.
       x: As for `stored`.
-      watch: `None`, or a pair `(echo, drift)` of arrays whose values do not matter.
-        As cotangents `echo` receives the input as the backward pass got it back, and
+      watch: `None`, or a pair `(echo, drift)` whose values do not matter. As cotangents
+        `echo` receives the input as the backward pass got it back, and a one, and
         `drift` the distance of the output from what the echo of the next stack brings.
 
     Returns:
-      What `stored` returns, and an echo of the shape of the output, or `None`.
+      What `stored` returns, and an echo for the output, or `None`.
     """
     out = stored(plan, own, common, x)
-    return *out, None if watch is None else jax.tree.map(jnp.zeros_like, out[0])
+    return *out, None if watch is None else echo_of(out[0])
+
+
+def echo_of(x: Any) -> tuple[Any, Array]:
+    """Returns zeros like `x`, and a zero, on the same batch axes and devices."""
+    zeros = jax.tree.map(lambda a: jnp.where(jnp.isnan(a), 0, jnp.zeros_like(a)), x)
+    first = jnp.real(jax.tree.leaves(zeros)[0])
+    return zeros, jnp.sum(first.astype(wide(first.dtype)))
 
 
 def _reversible_fwd(
@@ -171,7 +178,7 @@ def _reversible_fwd(
         walk = functools.partial(_walk_back, plan)
         return jax.make_jaxpr(walk, return_shape=True)(residuals, y, *further_ct)
 
-    echo = None if watch is None else jax.tree.map(jnp.zeros_like, y)
+    echo = None if watch is None else echo_of(y)
     plan.backward[key, False] = trace(_further(further, lambda _: {}))
     if any(step.effects for s in plan.segments for step in s.steps):
         plan.backward[key, True] = trace(_further(further, _dense))
@@ -205,9 +212,12 @@ def _reversible_bwd(plan: Plan, saved: Any, cts: Any) -> tuple:
         program, result = traced
         leaves = jaxpr_as_fun(program)(*jax.tree.leaves((residuals, y_ct, further_ct)))
         *d_args, x = jax.tree.unflatten(jax.tree.structure(result), leaves)
-    if all(_is_zero(ct) for ct in jax.tree.leaves(echo_ct)):
+    if meter is None:
         return *d_args, None
-    return *d_args, (x, distance(plan, echo_ct, y).astype(meter.dtype))
+    found, heard = jax.tree.map(_instantiate, echo_of(y), echo_ct)
+    # After the last stack there is nobody to send an echo.
+    drift = jnp.where(heard == 0, 0, distance(plan, found, y))
+    return *d_args, ((x, jnp.ones_like(heard)), drift.astype(meter.dtype))
 
 
 def _is_zero(ct: Any) -> bool:
@@ -226,7 +236,8 @@ def distance(plan: Plan, found: Any, true: Any) -> Array:
         return jax.tree.map(lambda a: a.astype(wide(a.dtype)), streams)
 
     found, true = decoded(found), decoded(true)
-    return norm(jax.tree.map(jnp.subtract, found, true)) / norm(true)
+    gap = norm(jax.tree.map(jnp.subtract, found, true))
+    return jnp.where(gap == 0, 0, gap / norm(true))
 
 
 def _retreat(

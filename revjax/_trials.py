@@ -10,9 +10,10 @@ from flax import nnx
 from jax import Array
 
 from revjax._blocks import ReversibleBlock
-from revjax._calls import call, for_block
+from revjax._calls import CLOSED, call
+from revjax._inputs import for_block
 from revjax._modes import Mode
-from revjax._nnx import ReversibleSequence, ReversibleSequential
+from revjax._nnx import Drift, ReversibleSequence, ReversibleSequential
 from revjax._segments import Segment
 from revjax._step import is_inexact
 
@@ -65,6 +66,8 @@ class Trial:
             y, pullback, after = jax.vjp(function, state, x, has_aux=True)
             y_ct = jax.random.normal(jax.random.key(0), y.shape, y.dtype)
             d_state, d_x = pullback(y_ct)
+            # A meter's gradient is no gradient.
+            d_state = nnx.filter_state(d_state, nnx.Not(Drift))
             gradients = {
                 k: ct for k, ct in leaves_of(d_state).items() if is_inexact(ct)
             }
@@ -79,7 +82,7 @@ class Trial:
         rows = []
         for i in range(self.depth):
             block = nnx.clone(model if single else model[i])
-            given = for_block(i, self.depth, args, kwargs)
+            given = for_block(i, self.depth, (args, kwargs), CLOSED)
             rows.append((block, x, *given))
             x = nnx.clone(block)(x, *nnx.clone(given[0]), **nnx.clone(given[1]))
         return rows

@@ -23,7 +23,7 @@ from revjax import (
     Squeeze,
     reversible_scan,
 )
-from revjax.diagnostics import reconstruction_error
+from revjax.diagnostics import check_reversible, reconstruction_error
 
 X = normal(0, 3, 8)
 
@@ -201,6 +201,64 @@ def test_a_list_of_different_blocks_has_a_meter_at_each_anchor():
     np.testing.assert_allclose(drift, [expected[2], expected[4], 0], rtol=1e-9)
 
 
+def test_a_stack_whose_anchors_were_taken_away_says_that_it_cannot_measure():
+    model = leaky_stack(4, 2, measure_drift=True)
+    model.between_anchors = "recompute"
+    with pytest.raises(ValueError, match="`measure_drift` needs anchors"):
+        model(X)
+
+
+def test_the_meters_of_a_batch_are_added_up():
+    model = leaky_stack(6, 2, measure_drift=True)
+    graphdef, meter, rest = nnx.split(model, Drift, ...)
+    xs = normal(3, 4, 3, 8)
+
+    def run(meter, x):
+        return square(nnx.merge(graphdef, meter, rest)(x))
+
+    def of_batch(meter):
+        return jnp.sum(jax.vmap(run, (None, 0))(meter, xs))
+
+    one_by_one = jax.vmap(jax.grad(run), (None, 0))(meter, xs)
+    total = jax.tree.map(lambda drift: jnp.sum(drift, 0), one_by_one)
+    assert_close(jax.grad(of_batch)(meter), total)
+
+
+def test_the_meter_works_under_shard_map():
+    model = leaky_stack(6, 2, measure_drift=True)
+    graphdef, meter, rest = nnx.split(model, Drift, ...)
+    mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    P = jax.sharding.PartitionSpec
+
+    def run(meter, x):
+        return nnx.merge(graphdef, meter, rest)(x)
+
+    sharded = jax.shard_map(
+        run, mesh=mesh, in_specs=(P(), P("data")), out_specs=P("data")
+    )
+    found = jax.jit(jax.grad(lambda meter: square(sharded(meter, X))))(meter)
+    assert_close(found, jax.grad(lambda meter: square(run(meter, X)))(meter))
+
+
+def test_nothing_drifts_where_all_is_zero():
+    model = leaky_stack(6, 2, measure_drift=True)
+    for leaf in jax.tree.leaves(nnx.state(model)):
+        assert leaf.size
+    nnx.update(model, jax.tree.map(jnp.zeros_like, nnx.state(model)))
+    x = jnp.zeros((3, 8))
+    gradients = nnx.grad(loss, argnums=BOTH)(model, x)
+    assert not meter_of(gradients).any()
+    assert not reconstruction_error(model, x).relative.any()
+
+
+def test_a_stack_with_a_meter_passes_every_check():
+    model = ReversibleSequence.create(
+        mlp_block, 5, 2, between_anchors="invert", measure_drift=True, rngs=nnx.Rngs(0)
+    )
+    report = check_reversible(model, X)
+    assert report.passed, str(report)
+
+
 def test_training_can_log_the_meter():
     model = leaky_stack(6, 2, measure_drift=True)
     optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
@@ -270,7 +328,7 @@ def test_there_is_nothing_to_measure_without_anchors_to_undo_from(options):
     with pytest.raises(ValueError, match="`measure_drift` needs anchors"):
         ReversibleSequence(leaky_blocks(2), measure_drift=True, **options)
     w, x = jnp.zeros((2, 4, 4)), jnp.zeros((3, 4))
-    with pytest.raises(ValueError, match="`measure_drift` needs anchors"):
+    with pytest.raises(ValueError, match="`drift` needs anchors"):
         reversible_scan(
             lambda w, x: x @ w, lambda w, x: x @ w, (w, w), (x, x),
             drift=jnp.zeros(1), **options,

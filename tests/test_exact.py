@@ -245,7 +245,16 @@ def test_gradients_are_straight_through_in_every_mode(mode, bits):
         assert_close(actual(params, streams), expected(params, streams))
 
 
-def test_second_derivatives_and_vmap_are_those_of_plain_python():
+@pytest.mark.parametrize(
+    "mode",
+    [
+        {},
+        {"store_activations": True},
+        {"anchor_every": 2},
+        {"anchor_every": 2, "between_anchors": "invert"},
+    ],
+)
+def test_second_derivatives_and_vmap_are_those_of_plain_python(mode):
     params = normal(0, 3, 4, 4), normal(1, 3, 4, 4)
     streams = normal(2, 5, 2, 4), normal(3, 5, 2, 4)
 
@@ -256,10 +265,35 @@ def test_second_derivatives_and_vmap_are_those_of_plain_python():
 
         return jax.vmap(jax.grad(grad_norm), (None, 0))(params, streams)
 
-    run = functools.partial(reversible_scan, tanh, tanh, coupling=ExactAdditive(30))
+    run = functools.partial(
+        reversible_scan, tanh, tanh, coupling=ExactAdditive(30), **mode
+    )
     assert_close(
         hessian_product(run), hessian_product(functools.partial(plain, tanh, bits=30))
     )
+
+
+@pytest.mark.parametrize("around", ["checkpoint", "scan"])
+def test_second_derivatives_hold_inside_of_checkpoint_and_scan(around):
+    params = normal(0, 3, 4, 4), normal(1, 3, 4, 4)
+    streams = normal(2, 2, 4), normal(3, 2, 4)
+
+    def twice(run, streams):
+        if around == "checkpoint":
+            return jax.checkpoint(lambda s: run(params, run(params, s)))(streams)
+        body = jax.lax.scan(lambda s, _: (run(params, s), None), streams, length=2)
+        return body[0]
+
+    def hessian(run):
+        def total(x1):
+            y1, y2 = twice(run, (x1, streams[1]))
+            return jnp.sum(jnp.sin(y1) * y2)
+
+        return jax.hessian(total)(streams[0])
+
+    run = functools.partial(reversible_scan, tanh, tanh, coupling=ExactAdditive(30))
+    oracle = functools.partial(plain, tanh, bits=30)
+    assert_close(hessian(run), hessian(oracle))
 
 
 # Range.

@@ -1,5 +1,6 @@
 """Densities: the determinant of a stack, its gradients, its memory, and an example."""
 
+import dataclasses
 import functools
 import math
 from typing import Any
@@ -283,6 +284,23 @@ def test_flow_has_the_numbers_of_distrax():
     back, back_log_det = block.inverse_and_log_det(jnp.asarray(y))
     np.testing.assert_allclose(back, x, atol=1e-10)
     np.testing.assert_allclose(back_log_det, -log_det, rtol=1e-10)
+
+
+def test_flow_refuses_a_log_det_that_is_not_elementwise():
+    @dataclasses.dataclass(frozen=True)
+    class Doubled(Additive):
+        def combine(self, x, h):
+            return 2 * x + h
+
+        def recover(self, y, h):
+            return (y - h) / 2
+
+        def log_det(self, h):
+            return jnp.log(2.0)
+
+    block = revjax.ReversibleCouplingBlock(6, jnp.tanh, jnp.tanh, coupling=Doubled())
+    with pytest.raises(ValueError, match="`log_det` of the coupling"):
+        block.forward_and_log_det(VECTORS)
 
 
 # Odd input.
