@@ -190,12 +190,12 @@ class ExactAdditive(Coupling):
 
     def combine(self, x: Array, h: Any) -> Array:
         """Returns the words of `x + round(h)`."""
-        h = jnp.asarray(h)
+        h = jnp.asarray(h, x.dtype)
         return _through(_add(x, self.fraction_bits, 1, h), x, h)
 
     def recover(self, y: Array, h: Any) -> Array:
         """Returns the words of `y - round(h)`."""
-        h = jnp.asarray(h)
+        h = jnp.asarray(h, y.dtype)
         return _through(_add(y, self.fraction_bits, -1, h), y, -h)
 
     def log_det(self, h: Any) -> Array:

@@ -119,7 +119,11 @@ def _wanted(flags: tuple[list, list]) -> tuple[frozenset[int], ...]:
 def _dense(cts: Any) -> dict[int, Array]:
     """Returns the cotangents of what has one, by place."""
     items = cts.items() if isinstance(cts, dict) else enumerate(cts)
-    return {i: _instantiate(ct, ct) for i, ct in items if is_inexact(ct)}
+    return {
+        i: _given(jnp.zeros(ct.shape, ct.dtype), ct)
+        for i, ct in items
+        if is_inexact(ct)
+    }
 
 
 def _live(cts: Any) -> dict[int, Array]:
@@ -150,9 +154,14 @@ def reversible(
     return *out, None if watch is None else echo_of(out[0])
 
 
+def _blank(a: Array) -> Array:
+    """Returns zeros like an array, on the same batch axes and devices."""
+    return jnp.where(jnp.isnan(a), 0, jnp.zeros_like(a))
+
+
 def echo_of(x: Any) -> tuple[Any, Array]:
-    """Returns zeros like `x`, and a zero, on the same batch axes and devices."""
-    zeros = jax.tree.map(lambda a: jnp.where(jnp.isnan(a), 0, jnp.zeros_like(a)), x)
+    """Returns zeros like `x`, and a zero; see `_blank`."""
+    zeros = jax.tree.map(_blank, x)
     first = jnp.real(jax.tree.leaves(zeros)[0])
     return zeros, jnp.sum(first.astype(wide(first.dtype)))
 
@@ -200,7 +209,7 @@ def _reversible_bwd(plan: Plan, saved: Any, cts: Any) -> tuple:
     residuals, meter = saved
     flags, _, _, y, _ = residuals
     y_ct, *further, echo_ct = cts
-    y_ct = jax.tree.map(_instantiate, y, y_ct)
+    y_ct = jax.tree.map(_given, jax.tree.map(_blank, y), y_ct)
     further_ct = _further(further, _live)
     some = bool(jax.tree.leaves(further_ct))
     traced = plan.backward.get((_wanted(flags), some))
@@ -214,7 +223,7 @@ def _reversible_bwd(plan: Plan, saved: Any, cts: Any) -> tuple:
         *d_args, x = jax.tree.unflatten(jax.tree.structure(result), leaves)
     if meter is None:
         return *d_args, None
-    found, heard = jax.tree.map(_instantiate, echo_of(y), echo_ct)
+    found, heard = jax.tree.map(_given, echo_of(y), echo_ct)
     # After the last stack there is nobody to send an echo.
     drift = jnp.where(heard == 0, 0, distance(plan, found, y))
     return *d_args, ((x, jnp.ones_like(heard)), drift.astype(meter.dtype))
@@ -222,6 +231,10 @@ def _reversible_bwd(plan: Plan, saved: Any, cts: Any) -> tuple:
 
 def _is_zero(ct: Any) -> bool:
     return isinstance(ct, jax.custom_derivatives.SymbolicZero)
+
+
+def _given(zeros: Array, ct: Any) -> Array:
+    return zeros if _is_zero(ct) else ct
 
 
 def distance(plan: Plan, found: Any, true: Any) -> Array:
@@ -314,10 +327,6 @@ def _walk_back(
         for i, leaf in enumerate(common)
     ]
     return own_ct[::-1], d_common, pack(streams_ct, last), pack(streams, last)
-
-
-def _instantiate(primal: Array, ct: Any) -> Array:
-    return jnp.zeros(primal.shape, primal.dtype) if _is_zero(ct) else ct
 
 
 reversible.defvjp(_reversible_fwd, _reversible_bwd, symbolic_zeros=True)

@@ -16,6 +16,7 @@ from revjax import (
     Additive,
     Coupling,
     Drift,
+    ExactAdditive,
     ReversibleCouplingBlock,
     ReversibleHalfBlock,
     ReversibleSequence,
@@ -238,6 +239,32 @@ def test_the_meter_works_under_shard_map():
     )
     found = jax.jit(jax.grad(lambda meter: square(sharded(meter, X))))(meter)
     assert_close(found, jax.grad(lambda meter: square(run(meter, X)))(meter))
+
+
+@pytest.mark.parametrize("coupling", [Additive(), ExactAdditive(30)])
+@pytest.mark.parametrize("every", [0, 2])
+def test_a_stream_that_the_loss_does_not_see_is_no_trouble_under_shard_map(
+    coupling, every
+):
+    mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    P = jax.sharding.PartitionSpec
+    w, x = normal(0, 5, 4, 4), normal(1, 3, 4)
+
+    def tanh(w, x):
+        return jnp.tanh(x @ w)
+
+    def run(w, x):
+        y1, _ = reversible_scan(
+            tanh, tanh, (w, w), (x, x), coupling=coupling, anchor_every=every,
+            between_anchors="invert",
+        )  # fmt: skip
+        return y1
+
+    sharded = jax.shard_map(
+        run, mesh=mesh, in_specs=(P(), P("data")), out_specs=P("data")
+    )
+    found = jax.jit(jax.grad(lambda *a: square(sharded(*a)), (0, 1)))(w, x)
+    assert_close(found, jax.grad(lambda *a: square(run(*a)), (0, 1))(w, x))
 
 
 def test_nothing_drifts_where_all_is_zero():
