@@ -179,7 +179,9 @@ def meter_of(gradients) -> Any:
     return drift
 
 
-@pytest.mark.parametrize("jit", [False, True], ids=["eager", "jitted"])
+@pytest.mark.parametrize(
+    "jit", [pytest.param(False, marks=pytest.mark.slow), True], ids=["eager", "jitted"]
+)
 @pytest.mark.parametrize(("depth", "every"), [(8, 2), (7, 3), (5, 1), (4, 4), (3, 5)])
 def test_the_gradient_of_the_meter_is_the_drift_at_each_anchor(depth, every, jit):
     model = leaky_stack(depth, every, measure_drift=True)

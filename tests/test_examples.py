@@ -40,6 +40,7 @@ def test_parameter_gradients_drift_where_input_gradients_do_not():
     assert row.input < 2 * row.input_stored
 
 
+@pytest.mark.slow
 def test_the_drift_table_has_a_row_for_each_case(capsys):
     drift.main(["--depths", "2", "--gains", "1", "--precisions", "float32", "--plain"])
     printed = capsys.readouterr().out.splitlines()
