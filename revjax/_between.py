@@ -64,9 +64,6 @@ class Permutation(ReversibleBlock):
             "moves": (Permute(self.indices),),
         }
 
-    def _names(self) -> tuple[str, ...]:
-        return ()
-
 
 class Squeeze(ReversibleBlock):
     """Makes channels of squares of pixels: the way of flows to a coarser scale.
@@ -114,6 +111,3 @@ class Squeeze(ReversibleBlock):
             "couplings": (),
             "moves": (Fold(self.factor),),
         }
-
-    def _names(self) -> tuple[str, ...]:
-        return ()

@@ -31,7 +31,7 @@ class ReversibleBlock(Invertible):
 
     def _names(self) -> tuple[str, ...]:
         """Returns what messages call the branches, one for each step."""
-        raise NotImplementedError
+        return ()
 
     def _evaluate(self, step: int, others: Any, args: tuple, kwargs: dict) -> Any:
         """Returns the update of a step."""

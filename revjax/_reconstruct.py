@@ -14,8 +14,8 @@ from jax import Array, lax
 
 from revjax import _block
 from revjax._plan import Plan, repack, unpack
-from revjax._stack import advance, distance, loop, run_and_keep
-from revjax._step import Leaves, Streams, override
+from revjax._stack import advance, distance, loop, replayed, run_and_keep
+from revjax._step import Leaves, Streams
 
 
 def _row(leaves: Any, k: Any) -> Any:
@@ -80,10 +80,7 @@ def reconstruction(
             if every:
                 kept = (first + k + 1) % every == 0
                 found = lax.cond(kept, lambda: true(k + 1), lambda: found)
-            before = [
-                (override(leaves, own), override(common, moving))
-                for own, moving in replay
-            ]
+            before = replayed(leaves, common, replay)
             found = _block.invert(segment.steps, before, found)
             there = true(k)
             pairs = zip(found, there, strict=True)

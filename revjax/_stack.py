@@ -253,6 +253,11 @@ def distance(plan: Plan, found: Any, true: Any) -> Array:
     return jnp.where(gap == 0, 0, gap / norm(true))
 
 
+def replayed(leaves: Leaves, common: Leaves, replay: list) -> list:
+    """Returns own and common arrays of a block as they were before each step."""
+    return [(override(leaves, own), override(common, moving)) for own, moving in replay]
+
+
 def _retreat(
     segment: Segment,
     common: Leaves,
@@ -266,9 +271,7 @@ def _retreat(
     leaves, replay, new_ct, further_ct = xs
     if total_ct:  # that of a sum is that of each term
         further_ct = [total_ct] * len(further_ct)
-    before = [
-        (override(leaves, own), override(common, moving)) for own, moving in replay
-    ]
+    before = replayed(leaves, common, replay)
     streams, streams_ct, own_ct, common_ct = _block.invert_and_vjp(
         segment.steps,
         before,
